@@ -1,0 +1,80 @@
+"""The `Algorithm` seam: everything the loop and the engine do not know about an objective.
+
+One algorithm, one file. The first group of methods runs in the rollout process (NumPy, no torch), `loss` in the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from trainers.types import Prompt, RolloutGroup, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainers.config import TrainerConfig
+
+Denominator = Literal["tokens", "sequences", "ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One rollout to generate: `temperature` 0 means greedy."""
+
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """Per-term tensors of one row; all have shape [N] unless said.
+
+    `logprobs` (natural log at the sampling temperature) carries the gradient; `entropy` and `argmax_hit` are detached unless
+    an objective needs them.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    argmax_hit: torch.Tensor  # bool, the target is the most likely token
+    sampler_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    sequence_index: torch.Tensor  # int64
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """`losses` are sums over this row, each with the whole-step count that divides it. `metrics`: (numerator, denominator) tensors."""
+
+    losses: list[tuple[torch.Tensor, Denominator]]
+    metrics: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """An objective. Constructed from its config in both processes."""
+
+    name: str
+    generates: bool  # False: a dataset row is a finished rollout
+
+    def __init__(self, config: Any) -> None: ...
+    def requests(self, prompt: Prompt) -> list[GenerationRequest]: ...
+    def advantages(self, group: RolloutGroup) -> Any: ...
+    def keep(self, group: RolloutGroup) -> str | None:
+        """None to keep the group, else the cause it is dropped for (a `rollout/dropped_groups_total/<cause>`)."""
+        ...
+
+    def samples(self, group: RolloutGroup) -> list[Sample]: ...
+    def step(self, samples: Sequence[Sample]) -> None:
+        """Whole-step work on the samples about to be trained, in place (whitening); most do nothing."""
+        ...
+
+    def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+
+def build_algorithm(config: TrainerConfig) -> Algorithm:
+    """The algorithm of a config's `type`."""
+    from trainers.algorithms.grpo import GRPO
+    from trainers.algorithms.sft import SFT
+
+    return {"grpo": GRPO, "sft": SFT}[config.type](config)  # type: ignore[attr-defined]

@@ -1,0 +1,207 @@
+"""Configuration of the trainer core: pydantic models, importable without torch.
+
+A union discriminated on `type` (`TrainerConfigUnion`). Every field's description states unit, range, default and effect;
+from it come Prefect's run form, `loopwright config show` and `docs/config.md`. Names are those of `TrainingArguments`
+where transformers has the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainers.training_arguments import REFUSED
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+# A group of fields may also be written nested (`optim: {learning_rate: …}` or `optim.learning_rate=…`).
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "optim": (
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "optim_args",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+    ),
+}
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields and names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = cls._flatten_sections(data)
+        for name in data:
+            if name in cls.model_fields:
+                continue
+            if name in REFUSED and issubclass(cls, TrainerConfig):
+                raise ValueError(f"`{name}` cannot be used: {REFUSED[name]}")
+            near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(sorted(cls.model_fields))
+            raise ValueError(f"unknown field `{name}` in {cls.__name__}: {hint}")
+        return data
+
+    @classmethod
+    def _flatten_sections(cls, data: dict[str, Any]) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in data.items():
+            if isinstance(value, dict) and name in SECTIONS and SECTIONS[name][0] in cls.model_fields:
+                wrong = [key for key in value if key not in SECTIONS[name]]
+                if wrong:
+                    raise ValueError(f"unknown field `{name}.{wrong[0]}`: {name} has {', '.join(SECTIONS[name])}")
+                flat.update(value)
+            else:
+                flat[name] = value
+        return flat
+
+
+class CallableSpec(StrictModel):
+    """A function or class by import path, with arguments bound to it."""
+
+    path: str = Field(description="Import path `package.module:name`, or `file.py:name` relative to the working folder.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound at start; default none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, data: Any) -> Any:
+        return {"path": data} if isinstance(data, str) else data
+
+
+class DatasetConfig(StrictModel):
+    """Where prompts come from and which columns they have."""
+
+    path: str = Field(description="A .jsonl, .json or .parquet file, a folder written by `datasets.save_to_disk`, or a hub id.")
+    split: str = Field("train", description="Split of a hub dataset; ignored for a single file. Default train.")
+    prompt_column: str = Field(
+        "prompt", description="Column with the prompt: a list of chat messages, or a string (one user message). Default prompt."
+    )
+    completion_column: str = Field(
+        "completion", description="SFT only: column with the target completion (messages or a string). Default completion."
+    )
+    system_prompt: str | None = Field(None, description="System message put before every prompt. Default none.")
+    max_rows: int | None = Field(None, ge=1, description="Use only the first this many rows. Default all.")
+
+
+class EvalConfig(StrictModel):
+    """Greedy evaluation on a held-out set, scored by the run's reward functions or by `reward_func`."""
+
+    dataset: DatasetConfig
+    reward_func: CallableSpec | None = Field(
+        None, description="Scores one completion; accuracy is the mean. Default: the first of the run's reward functions."
+    )
+    every: int = Field(0, ge=0, description="Evaluate every this many optimizer steps. 0 (default): before and after training only.")
+    max_completion_length: int | None = Field(None, ge=1, description="Tokens per completion. Default: the run's value.")
+
+
+class TrainerConfig(StrictModel):
+    """Fields of every algorithm."""
+
+    # What to run
+    model: str = Field(description="Folder with a Hugging Face model, or a hub id.")
+    dataset: DatasetConfig = Field(description="Training prompts.")
+    eval: EvalConfig | None = Field(None, description="Held-out evaluation. Default none.")
+    output_dir: str = Field("runs/run", description="Folder for checkpoints and logs. Flows set it from `storage` and the run name.")
+
+    # Model
+    model_init_kwargs: dict[str, Any] | None = Field(None, description="Keyword arguments of `from_pretrained`. Default none.")
+    dtype: DType = Field("float32", description="Type the weights are loaded in. Default float32.")
+    trust_remote_code: bool = Field(False, description="Run Python code shipped with the model or tokenizer. Default false.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extra arguments of `apply_chat_template`. Default none.")
+
+    # Batch and length of the run
+    max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1 (default): `num_train_epochs` passes over the prompts.")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the prompts when max_steps is -1. Default 1.")
+    per_device_train_batch_size: int = Field(
+        8, ge=1, description="Samples per row when token_budget ≤ 0; else only sizes max_concurrent_rollouts. Default 8."
+    )
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-batches per optimizer step. Default 1.")
+    token_budget: int | None = Field(
+        None, description="Most tokens in one packed row. None: the longest sequence allowed; ≤ 0: rows of a fixed sample count."
+    )
+
+    # Optimizer
+    learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate. Default 1e-6.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay. Default 0.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam β1. Default 0.9.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam β2. Default 0.999.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Adam ε. Default 1e-8.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0: no clipping. Default 1.")
+    optim: str = Field("adamw_torch", description="Optimizer by transformers' name. Default adamw_torch.")
+    optim_args: str | None = Field(None, description="Optimizer arguments, `key=value,…`. Default none.")
+    lr_scheduler_type: str = Field("constant", description="Schedule by transformers' name. A decaying one needs max_steps. Default constant.")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="Extra schedule arguments. Default none.")
+    warmup_steps: float = Field(0, ge=0, description="Warm-up steps; below 1: fraction of max_steps. Default 0.")
+    bf16: bool | None = Field(None, description="bfloat16 autocast/FSDP mixed precision. None: true on a GPU, false on CPU.")
+    gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward. Default true.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = Field(None, description="Its arguments. Default none.")
+
+    # Bookkeeping
+    logging_steps: int = Field(1, ge=1, description="Log every this many steps. Default 1.")
+    save_steps: int = Field(50, ge=1, description="Checkpoint every this many steps, and at the end. Default 50.")
+    save_total_limit: int | None = Field(3, ge=1, description="Keep this many newest checkpoints. None: all. Default 3.")
+    seed: int = Field(42, ge=0, description="Seed of shuffling, sampling and initialisation. Default 42.")
+    shuffle: bool = Field(True, description="Shuffle prompts, by (seed, epoch). Default true.")
+    allow_dataset_change: bool = Field(False, description="Resume although the dataset's fingerprint changed. Default false.")
+    rollout_worker_timeout: float = Field(300.0, gt=0, description="Seconds without progress before the run fails. Default 300.")
+    save_rollout_buffer: bool = Field(True, description="Keep generated, untrained samples in the checkpoint. Default true.")
+    queue_maxsize: int = Field(1024, ge=1, description="Most samples waiting for the trainer. Default 1024.")
+
+
+class SFTConfig(TrainerConfig):
+    """Supervised fine-tuning: a dataset row is a finished rollout."""
+
+    type: Literal["sft"] = Field("sft", description="Algorithm.")
+    max_length: int = Field(1024, ge=2, description="Longest sequence in tokens; longer rows are dropped and counted. Default 1024.")
+    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate. Default 2e-5.")
+
+
+class AsyncTrainerConfig(TrainerConfig):
+    """What every algorithm that generates has."""
+
+    max_completion_length: int = Field(2048, ge=1, description="Most tokens per completion. Default 2048.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1.")
+    vllm_server_base_url: str = Field("http://localhost:8000", description="Student server. Flows fill it in.")
+    vllm_server_timeout: float = Field(1800.0, gt=0, description="Seconds to wait for the server, a request or a sync. Default 1800.")
+    max_concurrent_rollouts: int | None = Field(
+        None, ge=1, description="Most rollouts in flight. None: max(max_staleness, 1) × batch size × accumulation × ranks."
+    )
+    max_staleness: int = Field(4, ge=0, description="Policy versions a sample's oldest token may lag behind. Default 4.")
+    weight_sync_steps: int = Field(1, ge=1, description="Optimizer steps between weight syncs. Default 1.")
+    weight_sync: Literal["shared_storage"] = Field("shared_storage", description="How weights reach the server. Default shared_storage.")
+    weight_check_steps: int = Field(50, ge=0, description="Compare a probe's logprobs with the server every this many syncs; 0: never.")
+    max_rollout_failure_frac: float = Field(0.1, ge=0, le=1, description="Fail the run above this share of failed rollouts. Default 0.1.")
+
+
+class GRPOConfig(AsyncTrainerConfig):
+    """Asynchronous group-relative policy optimisation (arXiv:2402.03300)."""
+
+    type: Literal["grpo"] = Field("grpo", description="Algorithm.")
+    reward_funcs: list[CallableSpec] = Field(default_factory=list, description="Reward functions, by import path; at least one.")
+    reward_weights: list[float] | None = Field(None, description="Weight of each reward function. None: all 1.")
+    num_generations: int = Field(8, ge=2, description="Rollouts per prompt (the group). Default 8.")
+    epsilon: float = Field(0.2, gt=0, description="Lower clip of the ratio: 1 − ε. Default 0.2.")
+    epsilon_high: float | None = Field(None, gt=0, description="Upper clip: 1 + ε_high. None: epsilon.")
+
+    @model_validator(mode="after")
+    def _weights_match(self) -> GRPOConfig:
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward functions: give one each"
+            )
+        return self
+
+
+TrainerConfigUnion = Annotated[GRPOConfig | SFTConfig, Field(discriminator="type")]

@@ -1,0 +1,3 @@
+"""Every `transformers.TrainingArguments` field that Loopwright refuses, with the reason and the alternative."""
+
+REFUSED: dict[str, str] = {}

@@ -1,0 +1,173 @@
+"""Core types, in the order data flows. NumPy only: flows, the CLI and the rollout process import them without torch.
+
+    Prompt ─▶ Rollout, RolloutGroup ─▶ Sample ─▶ StepPlan ─▶ PackedRow ─▶ Step
+
+Shapes: L tokens of one sequence, T tokens of one packed row, N trained tokens (loss terms) of one row, S samples of one
+row. A loss term is one trained token: the row position that predicts it, its id, and what the loss needs to know of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row of one epoch, ready to be generated from.
+
+    Example: `Prompt(epoch=0, row=17, messages=[{"role": "user", "content": "2+2="}], columns={"answer": "4"},
+    token_ids=np.array([5, 9, 5, 2], np.int32))`.
+    """
+
+    epoch: int
+    row: int
+    messages: list[Message]
+    columns: dict[str, Any]  # the row's other columns: keyword arguments of reward functions
+    token_ids: np.ndarray  # int32 [P], the chat template's rendering with the generation prompt
+
+    @property
+    def id(self) -> str:
+        """Stable name within a run: `epoch:row`."""
+        return f"{self.epoch}:{self.row}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, stop) of a turn were sampled by policy `version`."""
+
+    start: int
+    stop: int
+    version: int
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One generation call of a rollout.
+
+    `output_logprobs` are the server's natural-log probabilities of the sampled ids at the sampling temperature; `spans`
+    cover [0, len(output_ids)) without gaps.
+    """
+
+    prompt_ids: np.ndarray  # int32 [P]
+    output_ids: np.ndarray  # int32 [O]
+    output_logprobs: np.ndarray  # float32 [O]
+    spans: list[VersionSpan]
+    finish_reason: str  # "stop" (ended in EOS) or "length"
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One conversation generated from a prompt.
+
+    `reward` is NaN while unscored or when no reward function applied; `failed` holds the cause if the rollout was given up.
+    """
+
+    prompt: Prompt
+    turns: list[TurnRecord] = field(default_factory=list)
+    completion: list[Message] = field(default_factory=list)
+    reward: float = float("nan")
+    rewards: dict[str, float | None] = field(default_factory=dict)  # per reward function, None: not applicable
+    failed: str | None = None
+    duration_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The rollouts of one prompt that did not fail, with their advantages once computed."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+    advantages: np.ndarray | None = None  # float32 [G], 0 where the rollout is unscorable
+
+    @property
+    def row_index(self) -> int:
+        return self.prompt.row
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [G]; NaN marks an unscorable rollout."""
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One training sequence.
+
+    Example: prompt ids [5, 9], completion ids [7, 2] with logprobs [-0.1, -0.3] give `token_ids=[5, 9, 7, 2]`,
+    `loss_mask=[F, F, T, T]`, `sampler_logprobs=[0, 0, -0.1, -0.3]`.
+    """
+
+    group: str  # `Prompt.id`
+    token_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L]; True at trained tokens; never True at position 0
+    sampler_logprobs: np.ndarray  # float32 [L]; 0 off the mask
+    advantage: float  # 0 for recorded (SFT) rows
+    version_min: int  # policy version of the oldest trained token
+    version_max: int
+    queued_at: float = 0.0  # monotonic seconds, set when it enters the queue
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Which sample goes where: `rows[microbatch][rank]` lists indices into the step's samples. Pure data."""
+
+    rows: list[list[list[int]]]
+
+
+@dataclass(slots=True)
+class PackedRow:
+    """What one rank forwards in one micro-batch: samples laid end to end, no padding. Also the wire format.
+
+    Two samples of 3 and 2 tokens give `position_ids=[0, 1, 2, 0, 1]` and `cu_seqlens=[0, 3, 5]`. The loss term of the
+    token at row position p (p > its sample's start) has `token_index` p − 1. An empty row has T = 0.
+    """
+
+    input_ids: np.ndarray  # int32 [T]
+    position_ids: np.ndarray  # int32 [T]
+    cu_seqlens: np.ndarray  # int32 [S + 1]
+    token_index: np.ndarray  # int32 [N], the row position whose logits predict the target
+    targets: np.ndarray  # int32 [N]
+    sampler_logprobs: np.ndarray  # float32 [N]
+    advantages: np.ndarray  # float32 [N]
+    sequence_index: np.ndarray  # int32 [N], which of the row's samples the term belongs to
+
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "input_ids",
+        "position_ids",
+        "cu_seqlens",
+        "token_index",
+        "targets",
+        "sampler_logprobs",
+        "advantages",
+        "sequence_index",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Counts over the whole optimizer step: all ranks, all micro-batches. Losses are divided by these."""
+
+    tokens: int  # trained tokens, N of the objectives
+    sequences: int
+    groups: int
+    forwarded_tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step's work. `metrics` maps catalog names to (numerator, denominator)."""
+
+    index: int  # absolute, from 1
+    rows: list[list[PackedRow]]  # [microbatch][rank]
+    totals: StepTotals
+    metrics: dict[str, tuple[float, float]]
