@@ -1,0 +1,73 @@
+"""What the trainer loop asks of whatever produces optimizer steps. NumPy only.
+
+    trainer rank 0 ── request_step / next_step / committed / synced / snapshot ──▶ StepSource (the rollout process)
+
+A step's life: requested → planned (its samples leave the queue) → `Step` handed over → trained → `committed`. Only then
+do its samples count as trained in the ledger. `snapshot` describes exactly the committed steps: a step that was planned or handed
+over and not committed goes into the buffer and is made again after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainers.types import Step
+
+STATE_FILE = "rollout_state.json"
+BUFFER_FILE = "rollout_buffer.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInfo:
+    """What a source knows once it has read its data.
+
+    `token_budget` is the most tokens a packed row may hold (None: rows of a fixed number of samples); `vocab_size` is one more than
+    the largest token id the tokenizer can produce; `prompts` the prompts of one epoch; `fingerprint` that of the dataset.
+    """
+
+    prompts: int
+    fingerprint: str
+    token_budget: int | None
+    max_sequence_tokens: int
+    vocab_size: int
+
+
+class StepSource(Protocol):
+    """Produces optimizer steps in order. All methods block unless said, and raise the `RolloutError`, `DatasetError` or `ServerError`
+    with which the source failed, as soon as that is known."""
+
+    def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
+        """Read the data and, from `resume_dir` (a checkpoint folder), the ledger; nothing is generated before that, nor before the
+        first `synced`. `version` is the policy version of the weights the trainer holds, `resume_step` the last committed step."""
+        ...
+
+    def request_step(self, index: int, train_version: int) -> None:
+        """Ask for step `index` ahead of need, without waiting; at most one request may be open. `train_version` is the policy version
+        at which that step *will* train: samples more than `max_staleness` behind it are dropped when the step is planned."""
+        ...
+
+    def next_step(self, index: int, train_version: int) -> Step | None:
+        """Wait for step `index` (asking for it if `request_step` did not). None: the data is finished, now and for good."""
+        ...
+
+    def committed(self, index: int) -> None:
+        """The optimizer step `index` is done: its samples are trained. Does not wait."""
+        ...
+
+    def synced(self, version: int) -> None:
+        """The servers hold policy `version`; sources that do not generate ignore it. Does not wait."""
+        ...
+
+    def snapshot(self, directory: Path) -> dict[str, Any]:
+        """Write `rollout_state.json` and, if asked for, `rollout_buffer.npz` into `directory`; returns the state as written."""
+        ...
+
+    def drain_rollouts(self) -> list[dict[str, Any]]:
+        """Rows for the rollouts table since the last call: step, epoch, row, prompt, completion, reward, advantage, … Does not wait."""
+        ...
+
+    def close(self) -> None:
+        """End the source and everything it started. Safe to call twice, and after a failure."""
+        ...
