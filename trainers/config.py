@@ -45,14 +45,19 @@ class StrictModel(BaseModel):
             return data
         data = cls._flatten_sections(data)
         for name in data:
-            if name in cls.model_fields:
-                continue
-            if name in REFUSED and issubclass(cls, TrainerConfig):
-                raise ValueError(f"`{name}` cannot be used: {REFUSED[name]}")
-            near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(sorted(cls.model_fields))
-            raise ValueError(f"unknown field `{name}` in {cls.__name__}: {hint}")
+            reason = cls.refusal(str(name))
+            if reason:
+                raise ValueError(reason)
         return data
+
+    @classmethod
+    def refusal(cls, name: str) -> str | None:
+        """Why a field called `name` may not be written here; None if it may. Subclasses add names of their own."""
+        if name in cls.model_fields:
+            return None
+        near = difflib.get_close_matches(name, cls.model_fields, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(sorted(cls.model_fields))
+        return f"unknown field `{name}` in {cls.__name__}: {hint}"
 
     @classmethod
     def _flatten_sections(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +113,12 @@ class EvalConfig(StrictModel):
 
 class TrainerConfig(StrictModel):
     """Fields of every algorithm."""
+
+    @classmethod
+    def refusal(cls, name: str) -> str | None:
+        if name in REFUSED and name not in cls.model_fields:
+            return f"`{name}` cannot be used: {REFUSED[name]}"
+        return super().refusal(name)
 
     # What to run
     model: str = Field(description="Folder with a Hugging Face model, or a hub id.")
