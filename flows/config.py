@@ -1,0 +1,249 @@
+"""The run config: the trainer's fields at the top level, joined with what infra needs (servers, storage, tracking, …).
+
+`trainer_fields(config)` is what the trainer gets; everything else stays with the flow. One nested model is the flow's only
+parameter, because Prefect drops constraints of top-level parameters; its JSON schema is the run form.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from pydantic import Field, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from infra.home import home
+from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
+from trainers.references import REFERENCE, is_reference
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
+
+
+class ServerConfig(StrictModel):
+    """One vLLM server: started for the run, or one that is already up (`url`)."""
+
+    url: str | None = Field(None, description="Base URL of a server already up. Default none: the run starts its own.")
+    api_key_env: str = Field(
+        "VLLM_API_KEY",
+        description="With `url`: name of the environment variable that holds the server's key. Default VLLM_API_KEY.",
+    )
+    gpus: int | None = Field(
+        None, ge=0, description="GPUs to lease. None: tensor_parallel_size where there are GPUs; 0: CPU. Default none."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one model copy is split over. Default 1.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest sequence in tokens the server takes. Default: the model's own."
+    )
+    dtype: DType | None = Field(None, description="Type the server computes in. Default: bfloat16 on a GPU, float32 on CPU.")
+    extra_args: list[str] = Field(default_factory=list, description="Further arguments of vLLM's command line. Default none.")
+    python: str | None = Field(None, description="Interpreter that has vLLM installed. Default: the one that runs Loopwright.")
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further environment variables of the server; secrets as ${oc.env:NAME}. Default none.",
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _no_plain_secrets(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if _SECRET_NAME.search(name) and value and not is_reference(value):
+                raise ValueError(f"{name} looks like a secret: write ${{oc.env:{name}}} and set it in the environment")
+        return env
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str | None) -> str | None:
+        if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
+            raise ValueError("a server's address starts with http:// or https://")
+        return url.rstrip("/") if url else url
+
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> ServerConfig:
+        if self.gpus not in (None, 0) and self.gpus < self.tensor_parallel_size:  # type: ignore[operator]
+            raise ValueError(f"gpus={self.gpus} is fewer than tensor_parallel_size={self.tensor_parallel_size}")
+        return self
+
+
+class ServersConfig(StrictModel):
+    """The servers of a run."""
+
+    student: ServerConfig = Field(default_factory=ServerConfig, description="Serves the policy that is trained.")
+
+
+class LaunchConfig(StrictModel):
+    """How the trainer is launched."""
+
+    ranks: int = Field(1, ge=1, description="Trainer processes on this machine, sharded with FSDP2. Default 1.")
+    gpus: int | None = Field(
+        None, ge=0, description="GPUs to lease: one per rank, or 0 for CPU. Default none: one per rank if there are any."
+    )
+
+    @model_validator(mode="after")
+    def _one_gpu_per_rank(self) -> LaunchConfig:
+        if self.gpus not in (None, 0, self.ranks):
+            raise ValueError(
+                f"gpus={self.gpus} with ranks={self.ranks}: each rank takes one GPU, so write gpus={self.ranks} or gpus=0"
+            )
+        return self
+
+
+class StorageConfig(StrictModel):
+    """Where checkpoints go."""
+
+    uri: str | None = Field(
+        None, description="Folder, plain or as file://…; a run's files go to <uri>/<name>. Default <LOOPWRIGHT_HOME>/runs."
+    )
+
+    @field_validator("uri")
+    @classmethod
+    def _local(cls, uri: str | None) -> str | None:
+        scheme = urlsplit(uri or "").scheme
+        if scheme not in ("", "file"):
+            raise ValueError(f"{scheme}:// storage is not supported: give a folder, or file:///folder")
+        return uri
+
+    def folder(self) -> Path:
+        """The local folder that `uri` names."""
+        if self.uri is None:
+            return home() / "runs"
+        path = unquote(urlsplit(self.uri).path) if self.uri.startswith("file:") else self.uri
+        return Path(path).expanduser().resolve()
+
+
+class TrackingConfig(StrictModel):
+    """Where metrics go."""
+
+    uri: str | None = Field(
+        None, description="MLflow tracking URI. Default: the server of `loopwright up`, else <LOOPWRIGHT_HOME>/mlflow."
+    )
+    experiment: str = Field("loopwright", min_length=1, description="MLflow experiment. Default loopwright.")
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        if uri and urlsplit(REFERENCE.sub("", uri)).password:
+            raise ValueError("leave the password out of the address: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+        return uri
+
+
+class RetryConfig(StrictModel):
+    """How often a failed attempt is resumed by itself, by the class of its failure."""
+
+    infrastructure: int = Field(3, ge=0, description="Server or process died, network, port taken. Default 3.")
+    memory: int = Field(0, ge=0, description="Out of memory. Default 0: fail with the numbers.")
+    user: int = Field(0, ge=0, description="Reward function, config or dataset. Default 0: fail at once.")
+    no_progress: int = Field(0, ge=0, description="Nothing moved for rollout_worker_timeout. Default 0.")
+    divergence: int = Field(0, ge=0, description="Loss or gradient not finite. Default 0.")
+    backoff_s: float = Field(
+        5.0, ge=0, description="Seconds before the first resume, doubled each time up to 5 minutes. Default 5."
+    )
+
+
+class LimitsConfig(StrictModel):
+    """What a run may use."""
+
+    wall_clock_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds one flow run may take; then it checkpoints, stops and fails, and can be resumed. Default none.",
+    )
+
+
+class RunSettings(StrictModel):
+    """What every run config has around the trainer's fields."""
+
+    name: str | None = Field(
+        None, description="Name of the run, unique in the registry; the same name again resumes. Default: made up."
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run. Default none.")
+    trainer: LaunchConfig = Field(default_factory=LaunchConfig, description="Launching the trainer.")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="Checkpoints.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+    retry: RetryConfig = Field(default_factory=RetryConfig, description="Resuming by itself.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Limits of the run.")
+
+    @classmethod
+    def refusal(cls, name: str) -> str | None:
+        if name in FILLED_IN:
+            return f"`{name}` is filled in by the flow: set {FILLED_IN[name]} instead"
+        return super().refusal(name)
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str | None) -> str | None:
+        if name is not None and not _NAME.match(name):
+            raise ValueError(
+                "a run's name has letters, digits, `_`, `-` and `.`, starts with a letter or digit, and has at most 128"
+            )
+        return name
+
+
+FILLED_IN = {"output_dir": "storage.uri and name", "vllm_server_base_url": "servers.student.url"}
+
+
+class GRPORunConfig(GRPOConfig, RunSettings):
+    """A GRPO run: trainer, server, storage, tracking."""
+
+    servers: ServersConfig = Field(default_factory=ServersConfig, description="vLLM servers.")
+    output_dir: SkipJsonSchema[str] = Field("", exclude=True)
+    vllm_server_base_url: SkipJsonSchema[str] = Field("", exclude=True)
+
+    @model_validator(mode="after")
+    def _has_reward(self) -> GRPORunConfig:
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs is empty: name at least one reward function as `package.module:name`")
+        return self
+
+
+class SFTRunConfig(SFTConfig, RunSettings):
+    """A supervised run: trainer, storage, tracking."""
+
+    output_dir: SkipJsonSchema[str] = Field("", exclude=True)
+
+
+RunConfig = GRPORunConfig | SFTRunConfig
+RUN_CONFIGS: dict[str, type[GRPORunConfig] | type[SFTRunConfig]] = {"grpo": GRPORunConfig, "sft": SFTRunConfig}
+_INFRA_FIELDS = {*RunSettings.model_fields, "servers"}
+
+
+def trainer_fields(config: RunConfig, output_dir: Path, server_url: str | None = None) -> dict[str, Any]:
+    """The trainer's part as JSON-ready data, with what the flow knows filled in. References stay unresolved."""
+    fields = {name: value for name, value in config.model_dump(mode="json").items() if name not in _INFRA_FIELDS}
+    fields["output_dir"] = str(output_dir)
+    if server_url is not None:
+        fields["vllm_server_base_url"] = server_url
+    return fields
+
+
+def absolute_paths(config: RunConfig) -> RunConfig:
+    """`config` with local paths made absolute, so that a worker or a resume in another folder reads the same files."""
+    data = config.model_dump(mode="json", exclude_unset=True)
+    if Path(config.model).exists():
+        data["model"] = str(Path(config.model).resolve())
+    for dataset in (data.get("dataset"), (data.get("eval") or {}).get("dataset")):
+        if dataset and Path(dataset["path"]).exists():
+            dataset["path"] = str(Path(dataset["path"]).resolve())
+    specs = [*data.get("reward_funcs", []), (data.get("eval") or {}).get("reward_func")]
+    for spec in filter(None, specs):
+        file, colon, attribute = spec["path"].rpartition(":")
+        if colon and file.endswith(".py"):
+            spec["path"] = f"{Path(file).resolve()}:{attribute}"
+    uri = config.storage.uri
+    if uri is not None and not uri.startswith("file:"):
+        data["storage"]["uri"] = str(config.storage.folder())
+    return type(config).model_validate(data)
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Dotted names of the leaves in which two dumped configs differ."""
+    names: list[str] = []
+    for name in sorted({*old, *new}):
+        left, right = old.get(name), new.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            names.extend(f"{name}.{inner}" for inner in changed_fields(left, right))
+        elif left != right:
+            names.append(name)
+    return names

@@ -1,0 +1,96 @@
+"""The run config: what trainers get, what the flow keeps, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from flows.config import GRPORunConfig, SFTRunConfig, absolute_paths, changed_fields, trainer_fields
+from trainers.config import GRPOConfig, TrainerConfigUnion
+
+
+def grpo(**fields: Any) -> GRPORunConfig:
+    return GRPORunConfig.model_validate({"model": "m", "dataset": {"path": "d"}, "reward_funcs": ["a:b"], **fields})
+
+
+def test_the_trainer_gets_its_fields_and_nothing_of_infra() -> None:
+    config = grpo(name="x", num_generations=4, servers={"student": {"env": {"A": "1"}}}, tags={"a": "b"})
+    fields = trainer_fields(config, Path("/runs/x"), "http://127.0.0.1:1")
+    assert not fields.keys() & {"servers", "name", "tags", "storage", "tracking", "retry", "limits", "trainer"}
+    trainer = TypeAdapter(TrainerConfigUnion).validate_python(fields)
+    assert isinstance(trainer, GRPOConfig)
+    assert (trainer.output_dir, trainer.vllm_server_base_url, trainer.num_generations) == ("/runs/x", "http://127.0.0.1:1", 4)
+
+
+def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() -> None:
+    config = grpo(name="x")
+    assert GRPORunConfig.model_validate(config.model_dump(mode="json")) == config
+    properties = GRPORunConfig.model_json_schema()["properties"]
+    assert "output_dir" not in properties and "vllm_server_base_url" not in properties
+    missing = [name for name, field in properties.items() if not field.get("description")]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output_dir": "x"}, "filled in by the flow: set storage.uri and name instead"),
+        ({"vllm_server_base_url": "http://x"}, "set servers.student.url instead"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"storage": {"uri": "s3://bucket/x"}}, "s3:// storage is not supported"),
+        ({"servers": {"student": {"env": {"HF_TOKEN": "hf_abc"}}}}, r"write \$\{oc.env:HF_TOKEN\}"),
+        ({"servers": {"student": {"url": "localhost:1"}}}, "starts with http"),
+        ({"servers": {"student": {"gpus": 1, "tensor_parallel_size": 2}}}, "fewer than tensor_parallel_size"),
+        ({"trainer": {"ranks": 2, "gpus": 1}}, "each rank takes one GPU"),
+        ({"tracking": {"uri": "http://me:secret@host"}}, "leave the password out"),
+        ({"name": "a/b"}, "a run's name has letters"),
+    ],
+)
+def test_refusals_say_what_to_write_instead(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        grpo(**fields)
+
+
+def test_sft_has_no_servers() -> None:
+    with pytest.raises(ValidationError, match="unknown field `servers` in SFTRunConfig"):
+        SFTRunConfig.model_validate({"model": "m", "dataset": {"path": "d"}, "servers": {}})
+
+
+def test_local_paths_become_absolute_and_hub_ids_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "d.jsonl").write_text("{}")
+    config = grpo(
+        model="model",
+        dataset={"path": "d.jsonl"},
+        eval={"dataset": {"path": "org/hub-set"}, "reward_func": "r.py:score"},
+        reward_funcs=["r.py:score", "pkg.mod:f"],
+        storage={"uri": "out"},
+    )
+    done = absolute_paths(config)
+    assert (done.model, done.dataset.path, done.storage.uri) == (
+        str(tmp_path / "model"),
+        str(tmp_path / "d.jsonl"),
+        str(tmp_path / "out"),
+    )
+    assert done.eval is not None and done.eval.dataset.path == "org/hub-set"
+    assert [spec.path for spec in done.reward_funcs] == [f"{tmp_path / 'r.py'}:score", "pkg.mod:f"]
+    assert done.eval.reward_func is not None and done.eval.reward_func.path == f"{tmp_path / 'r.py'}:score"
+    assert absolute_paths(done) == done
+
+
+def test_storage_reads_plain_paths_and_file_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPWRIGHT_HOME", str(tmp_path / "home"))
+    assert grpo().storage.folder() == tmp_path / "home" / "runs"
+    assert grpo(storage={"uri": "file:///a/b%20c"}).storage.folder() == Path("/a/b c")
+    assert grpo(storage={"uri": "/a/b"}).storage.folder() == Path("/a/b")
+
+
+def test_changed_fields_are_named_by_their_leaves() -> None:
+    old = grpo(seed=1, trainer={"ranks": 1}).model_dump(mode="json")
+    new = grpo(seed=2, trainer={"ranks": 2}).model_dump(mode="json")
+    assert changed_fields(old, new) == ["seed", "trainer.ranks"]
+    assert changed_fields(old, old) == []
