@@ -3,8 +3,8 @@
     trainer rank 0 ── request_step / next_step / committed / synced / snapshot ──▶ StepSource (the rollout process)
 
 A step's life: requested → planned (its samples leave the queue) → `Step` handed over → trained → `committed`. Only then
-do its samples count as trained in the ledger. `snapshot` describes exactly the committed steps: a step that was planned or handed
-over and not committed goes into the buffer and is made again after a resume.
+do its samples count as trained in the ledger. `snapshot` describes exactly the committed steps: a step that was planned or
+handed over and not committed goes into the buffer and is made again after a resume.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BUFFER_FILE = "rollout_buffer.npz"
 class SourceInfo:
     """What a source knows once it has read its data.
 
-    `token_budget` is the most tokens a packed row may hold (None: rows of a fixed number of samples); `vocab_size` is one more than
-    the largest token id the tokenizer can produce; `prompts` the prompts of one epoch; `fingerprint` that of the dataset.
+    `token_budget` is the most tokens a packed row may hold (None: rows of a fixed number of samples); `vocab_size` is one more
+    than the largest token id the tokenizer can produce; `prompts` the prompts of one epoch; `fingerprint` that of the dataset.
     """
 
     prompts: int
@@ -35,17 +35,19 @@ class SourceInfo:
 
 
 class StepSource(Protocol):
-    """Produces optimizer steps in order. All methods block unless said, and raise the `RolloutError`, `DatasetError` or `ServerError`
-    with which the source failed, as soon as that is known."""
+    """Produces optimizer steps in order. All methods block unless said, and raise the `RolloutError`, `DatasetError` or
+    `ServerError` with which the source failed, as soon as that is known."""
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
-        """Read the data and, from `resume_dir` (a checkpoint folder), the ledger; nothing is generated before that, nor before the
-        first `synced`. `version` is the policy version of the weights the trainer holds, `resume_step` the last committed step."""
+        """Read the data and, from `resume_dir` (a checkpoint folder), the ledger; nothing is generated before that, nor before
+        the first `synced`. `version` is the policy version of the weights the trainer holds, `resume_step` the last committed
+        step."""
         ...
 
     def request_step(self, index: int, train_version: int) -> None:
-        """Ask for step `index` ahead of need, without waiting; at most one request may be open. `train_version` is the policy version
-        at which that step *will* train: samples more than `max_staleness` behind it are dropped when the step is planned."""
+        """Ask for step `index` ahead of need, without waiting; at most one request may be open. `train_version` is the policy
+        version at which that step *will* train: samples more than `max_staleness` behind it are dropped when the step is
+        planned."""
         ...
 
     def next_step(self, index: int, train_version: int) -> Step | None:
@@ -65,7 +67,8 @@ class StepSource(Protocol):
         ...
 
     def drain_rollouts(self) -> list[dict[str, Any]]:
-        """Rows for the rollouts table since the last call: step, epoch, row, prompt, completion, reward, advantage, … Does not wait."""
+        """Rows for the rollouts table since the last call: step, epoch, row, prompt, completion, reward, advantage, … Does not
+        wait."""
         ...
 
     def close(self) -> None:
