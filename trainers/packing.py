@@ -56,8 +56,8 @@ def pack_step(index: int, plan: StepPlan, samples: Sequence[Sample], metrics: di
 
 
 def step_to_wire(step: Step) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A step as JSON fields and named arrays. Each field of all rows is one array, so a step is eight arrays and their row
-    lengths.""" rows = [row for microbatch in step.rows for row in microbatch]
+    """A step as JSON fields and named arrays: one array per field of `PackedRow`, over all rows, and the rows' lengths."""
+    rows = [row for microbatch in step.rows for row in microbatch]
     arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in PackedRow.FIELDS}
     lengths = np.array([[len(getattr(row, name)) for name in PackedRow.FIELDS] for row in rows], dtype=np.int64)
     totals = step.totals

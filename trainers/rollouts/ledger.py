@@ -175,8 +175,8 @@ class Ledger:
         self._retire()
 
     def settle(self, key: Key, cause: str | None = None) -> bool:
-        """One queued sample is done with: used by a committed step, or dropped for `cause`. True: that dropped the whole
-        group.""" group = self._settling[key]
+        """One queued sample was used by a committed step, or dropped for `cause`. True: that dropped the whole group."""
+        group = self._settling[key]
         group.left -= 1
         group.trained += cause is None
         group.cause = cause or group.cause
@@ -246,9 +246,9 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore into a fresh ledger. Partly trained groups are trained; `restored` reopens those the buffer has samples
-        of.""" assert state["format"] == FORMAT and state["prompts"] == self.prompts, (state["format"], state["prompts"],
-        self.prompts) assert not self._open and not self.summary, "a ledger is restored before it is used"
+        """Restore into a fresh ledger. Partly trained groups are trained until `restored` reopens them."""
+        assert state["format"] == FORMAT and state["prompts"] == self.prompts, (state["format"], state["prompts"])
+        assert not self._open and not self.summary, "a ledger is restored before it is used"
         self.seed, self.shuffle, self._first = state["seed"], state["shuffle"], state["epoch"]
         partial = {tuple(key) for key in state["partial"]}
         for name, counts in state["epochs"].items():
