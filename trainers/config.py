@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainers.training_arguments import REFUSED
+from trainers.training_arguments import config_refusal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -116,9 +116,7 @@ class TrainerConfig(StrictModel):
 
     @classmethod
     def refusal(cls, name: str) -> str | None:
-        if name in REFUSED and name not in cls.model_fields:
-            return f"`{name}` cannot be used: {REFUSED[name]}"
-        return super().refusal(name)
+        return (config_refusal(name) if name not in cls.model_fields else None) or super().refusal(name)
 
     # What to run
     model: str = Field(description="Folder with a Hugging Face model, or a hub id.")
