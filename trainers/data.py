@@ -1,0 +1,210 @@
+"""Datasets: rows, fingerprint, prompts as token ids, recorded completions. No torch; `datasets` only for what needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.config import DatasetConfig, TrainerConfig
+from trainers.errors import ConfigError, DatasetError
+from trainers.types import Message, Prompt
+
+_FINGERPRINT_ROWS = 100_000
+
+
+class Rows:
+    """A finite dataset: `len`, `[i] → dict`, column names.
+
+    Args:
+        rows: a list of dicts, a `datasets.Dataset`, or anything else with `__len__` and `__getitem__` giving dicts.
+        source: what to call it in messages.
+    """
+
+    def __init__(self, rows: Any, source: str, max_rows: int | None = None) -> None:
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise DatasetError(f"{source} is a {type(rows).__name__} without a length: pass a Dataset or a list of dicts")
+        self._rows = rows
+        self.source = source
+        self._length = min(len(rows), max_rows or len(rows))
+        if self._length == 0:
+            raise DatasetError(f"{source} has no rows")
+        self.columns: list[str] = list(getattr(rows, "column_names", None) or rows[0])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index]
+
+    def require(self, *columns: str) -> None:
+        """Raises `DatasetError` naming the missing column and those that exist."""
+        for column in columns:
+            if column not in self.columns:
+                raise DatasetError(
+                    f"{self.source} has no column `{column}`; it has: {', '.join(self.columns)}. Name the right one with "
+                    "`dataset.prompt_column` or `dataset.completion_column`, or add it to the data"
+                )
+
+    def fingerprint(self) -> str:
+        """Hash of the content: length, columns and rows (beyond 100,000 rows, that many at even distances)."""
+        digest = hashlib.sha256(json.dumps([len(self), self.columns]).encode())
+        for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS)).astype(np.int64)).tolist():
+            digest.update(json.dumps(self[index], default=str, sort_keys=True, ensure_ascii=False).encode())
+        return digest.hexdigest()[:16]
+
+
+def load_rows(config: DatasetConfig) -> Rows:
+    """Open the dataset of a config.
+
+    Raises:
+        DatasetError: it does not exist, cannot be read, or is empty.
+    """
+    path = Path(config.path).expanduser()
+    try:
+        if path.suffix in (".jsonl", ".json") and path.is_file():
+            rows: Any = _read_json(path)
+        elif path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
+            raise DatasetError(f"there is no file {path.absolute()}")
+        else:
+            rows = _load_with_datasets(path, config)
+    except DatasetError:
+        raise
+    except Exception as error:
+        raise DatasetError(f"cannot read dataset `{config.path}`: {type(error).__name__}: {error}") from error
+    return Rows(rows, f"dataset `{config.path}`", config.max_rows)
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        rows = json.loads(text)
+        if not isinstance(rows, list):
+            raise DatasetError(f"{path} holds a {type(rows).__name__}: it must be a list of objects")
+    else:
+        rows = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise DatasetError(f"{path}, line {number}: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}, row {number}: a {type(row).__name__}, but every row must be an object")
+    return rows
+
+
+def _load_with_datasets(path: Path, config: DatasetConfig) -> Any:
+    import datasets
+
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path))
+    if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        loaded = datasets.load_from_disk(str(path))
+        return loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+    return datasets.load_dataset(config.path, split=config.split)
+
+
+def check_columns(rows: Rows, config: TrainerConfig) -> None:
+    """The columns the algorithm needs are there. Raises `DatasetError`."""
+    rows.require(config.dataset.prompt_column)
+    if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
+        rows.require(config.dataset.completion_column)
+
+
+def load_tokenizer(config: TrainerConfig) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ConfigError: the model folder or hub id has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a tokenizer from model `{config.model}`: {str(error).splitlines()[0]}") from error
+
+
+class PromptBuilder:
+    """Dataset rows to prompts and recorded completions, by the tokenizer's chat template (or plain text without one)."""
+
+    def __init__(self, tokenizer: Any, config: TrainerConfig) -> None:
+        self.tokenizer = tokenizer
+        self._dataset = config.dataset
+        self._template_kwargs = config.chat_template_kwargs or {}
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def messages(self, row: dict[str, Any]) -> list[Message]:
+        """The row's prompt as chat messages, system prompt first."""
+        column = self._dataset.prompt_column
+        messages = self._as_messages(row[column], "user", column)
+        if self._dataset.system_prompt is not None:
+            messages = [{"role": "system", "content": self._dataset.system_prompt}, *messages]
+        return messages
+
+    @staticmethod
+    def _as_messages(value: Any, role: str, column: str) -> list[Message]:
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        if isinstance(value, list) and value and all(isinstance(message, dict) and "role" in message for message in value):
+            return [dict(message) for message in value]
+        raise DatasetError(f"column `{column}` holds {value!r:.80}: it must be a string or a non-empty list of chat messages")
+
+    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
+        """int32 [P]: the rendering with the generation prompt."""
+        return np.array(self._tokens(self._render(messages, generation=True)), dtype=np.int32)
+
+    def prompt(self, epoch: int, row_index: int, row: dict[str, Any]) -> Prompt:
+        messages = self.messages(row)
+        columns = {name: value for name, value in row.items() if name != self._dataset.prompt_column}
+        return Prompt(epoch, row_index, messages, columns, self.prompt_ids(messages))
+
+    def completion_ids(self, prompt: Prompt, row: dict[str, Any]) -> tuple[list[Message], np.ndarray]:
+        """The recorded completion: messages, and int32 [O] ids that follow the prompt's, up to and with its end of turn.
+
+        Tokenized apart from the prompt, so that the boundary is the one generation sees.
+
+        Raises:
+            DatasetError: the chat template renders the prompt differently once an answer follows.
+        """
+        column = self._dataset.completion_column
+        completion = self._as_messages(row[column], "assistant", column)
+        before = self._render(prompt.messages, generation=True)
+        after = self._render([*prompt.messages, *completion], generation=False)
+        if not after.startswith(before):
+            raise DatasetError(
+                "the chat template does not render the prompt as a prefix of prompt and completion, so the completion cannot "
+                "be told apart; use a template whose generation prompt is how an assistant message begins"
+            )
+        ids: list[int] = self.tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
+        return completion, np.array(self._ended(ids), dtype=np.int32)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Cut what a template writes after the last end of turn (a newline, mostly); add EOS where there is no end of turn."""
+        eos = self.tokenizer.eos_token_id
+        if eos in ids:
+            return ids[: len(ids) - ids[::-1].index(eos)]
+        special = set(self.tokenizer.all_special_ids) if self._has_template else set()
+        end = len(ids)
+        while end and ids[end - 1] not in special and not self.tokenizer.decode([ids[end - 1]]).strip():
+            end -= 1
+        if end and ids[end - 1] in special:
+            return ids[:end]
+        return ids if eos is None else [*ids, eos]
+
+    def _render(self, messages: Sequence[Message], generation: bool) -> str:
+        if not self._has_template:
+            return "".join(str(message["content"]) for message in messages)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation, **self._template_kwargs
+        )
+
+    def _tokens(self, text: str) -> Iterable[int]:
+        # A template writes its own special tokens.
+        return self.tokenizer(text, add_special_tokens=not self._has_template)["input_ids"]
