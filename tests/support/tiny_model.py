@@ -14,7 +14,8 @@ CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.,:()<>'!#\n%"
 VOCABULARY = (*SPECIAL, *CHARACTERS)
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<assistant>' }}{% generation %}{{ message['content'] + '<eos>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{{ '<assistant>' }}"
+    "{% generation %}{{ message['content'] + '<eos>' }}{% endgeneration %}"
     "{% else %}{{ '<user>' + message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )

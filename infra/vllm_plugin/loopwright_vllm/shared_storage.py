@@ -12,6 +12,7 @@ Names are the Hugging Face ones; vLLM's own `load_weights` splits and fuses them
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,12 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 logger = init_logger("vllm.loopwright")
+# It warns at every update about layers that have nothing to load (rotary embedding, tied head); `load` checks completeness.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 ALLOWED_ENV = "LOOPWRIGHT_WEIGHT_DIRS"
 # Old checkpoints carry these buffers; no trainer sends them and vLLM computes them itself.
@@ -55,6 +59,7 @@ class SharedStorageEngine(WeightTransferEngine[SharedStorageInitInfo, SharedStor
         self.roots = [Path(root).resolve() for root in os.environ.get(ALLOWED_ENV, "").split(os.pathsep) if root]
         self.directory: Path | None = None
         self.expected = checkpoint_shapes(Path(self.model_config.model))
+        self.tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def init_transfer_engine(self, init_info):
         if init_info.directory is None:
@@ -109,11 +114,10 @@ class SharedStorageEngine(WeightTransferEngine[SharedStorageInitInfo, SharedStor
     def check(self, path: Path, file) -> None:
         """Names and shapes against the checkpoint the server was started from, and that tied weights are equal."""
         names = set(file.keys())
-        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         if self.expected:
-            optional = {name for name in self.expected if tied and name.endswith(HEAD)}
+            optional = {name for name in self.expected if self.tied and name.endswith(HEAD)}
             missing = sorted(self.expected.keys() - names - optional)
-            surplus = sorted(name for name in names - self.expected.keys() if not (tied and name.endswith(HEAD)))
+            surplus = sorted(name for name in names - self.expected.keys() if not (self.tied and name.endswith(HEAD)))
             if missing or surplus:
                 raise ValueError(
                     f"{path} does not fit the served model {self.model_config.model}: "
@@ -126,7 +130,7 @@ class SharedStorageEngine(WeightTransferEngine[SharedStorageInitInfo, SharedStor
         heads = [name for name in names if name.endswith(HEAD)]
         embeddings = [name for name in names if name.endswith(EMBEDDING)]
         if (
-            tied
+            self.tied
             and len(heads) == len(embeddings) == 1
             and not torch.equal(file.get_tensor(heads[0]), file.get_tensor(embeddings[0]))
         ):
@@ -146,8 +150,19 @@ class SharedStorageEngine(WeightTransferEngine[SharedStorageInitInfo, SharedStor
             missing = sorted({name for name, _ in self.model.named_parameters()} - set(loaded))
             if missing:
                 raise RuntimeError(
-                    f"{path} left {len(missing)} parameters as they were ({missing[:3]}): send a whole model again"
+                    f"{path} left {len(missing)} parameters as they were, {missing[:3]}: send a whole model again"
                 )
+        self.repack_tied_heads()
+
+    def repack_tied_heads(self) -> None:
+        """A head that shares the embedding's parameter was not loaded as a layer of its own, so what vLLM packed from the old
+        values (oneDNN on CPU) still is in use: without this, every logit after an update comes from the old head."""
+        embeddings = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
+        tied = [module for at, module in enumerate(embeddings) if any(module.weight is m.weight for m in embeddings[:at])]
+        if self.tied and len(embeddings) > 1 and not tied:
+            raise RuntimeError("the model ties its embeddings, but after the update they no longer share one parameter")
+        for module in tied:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
