@@ -122,19 +122,28 @@ class Ledger:
 
     # Transitions
 
-    def next(self) -> Key | None:
-        """Take the next pending prompt, in order; it is in flight from now on. None: there is no more to take."""
+    def _find(self) -> Key | None:
         epoch = self._first
         while self._limit(epoch) > 0:
             entry = self._epoch(epoch)
             while entry.cursor < entry.limit and entry.states[entry.cursor] != State.PENDING:
                 entry.cursor += 1
             if entry.cursor < entry.limit:
-                key = (epoch, int(entry.order[entry.cursor]))
-                self._set(key, State.IN_FLIGHT)
-                return key
+                return epoch, int(entry.order[entry.cursor])
             epoch += 1
         return None
+
+    @property
+    def exhausted(self) -> bool:
+        """No prompt is pending, now and for good."""
+        return self._find() is None
+
+    def next(self) -> Key | None:
+        """Take the next pending prompt, in order; it is in flight from now on. None: there is no more to take."""
+        key = self._find()
+        if key is not None:
+            self._set(key, State.IN_FLIGHT)
+        return key
 
     def state(self, key: Key) -> State:
         epoch, row = key
@@ -206,13 +215,9 @@ class Ledger:
         """Prompts that count, over all epochs."""
         return self._first * self.prompts + sum(entry.limit - entry.open for entry in self._open.values())
 
-    @property
-    def unsettled(self) -> int:
-        """Groups in the queue or in a step that is not committed."""
-        return len(self._settling)
-
-    def is_last(self, epoch: int) -> bool:
-        return self._limit(epoch + 1) == 0
+    def size(self, epoch: int) -> int:
+        """Prompts to be done in this epoch."""
+        return self._limit(epoch)
 
     # Persistence
 

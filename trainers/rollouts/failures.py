@@ -1,0 +1,40 @@
+"""When too many rollouts fail, the run ends and says why."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from trainers.errors import RolloutFailures
+
+WINDOW = 256
+LEAST = 32
+
+
+class FailureWindow:
+    """The newest `WINDOW` rollouts: how many failed, and of what.
+
+    Args:
+        limit: highest share of failed rollouts that is tolerated; judged once `LEAST` rollouts have ended, and at the end.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._causes: deque[str | None] = deque(maxlen=WINDOW)
+        self._examples: dict[str, str] = {}
+
+    def add(self, cause: str | None, message: str = "") -> None:
+        """One rollout ended; `cause` None: it did not fail."""
+        self._causes.append(cause)
+        if cause is not None:
+            self._examples[cause] = message
+
+    def check(self, final: bool = False) -> None:
+        """Raises `RolloutFailures` if the window holds too many failures."""
+        failed = Counter(cause for cause in self._causes if cause is not None)
+        count = failed.total()
+        if not count or (len(self._causes) < LEAST and not final) or count <= self._limit * len(self._causes):
+            return
+        causes = "; ".join(f"{number} × {cause}: {self._examples[cause]}" for cause, number in failed.most_common())
+        raise RolloutFailures(
+            f"{count} of the last {len(self._causes)} rollouts failed (max_rollout_failure_frac = {self._limit:g}): {causes}"
+        )

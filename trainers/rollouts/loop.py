@@ -1,0 +1,256 @@
+"""Prompts to scored groups with a vLLM server: the `RolloutSource` of everything that generates, and the class users subclass.
+
+    prompts ─▶ filter ─▶ room under the cap ─▶ task per group ─▶ n × generate_one ─▶ scoring pool ─▶ compute_advantages ─▶ groups()
+
+Invariants:
+- a prompt taken from `prompts` gives exactly one group or one `Dropped`;
+- at most `cap` rollouts generate at once (one group always may); scoring does not count, so a slow judge never stops generation;
+- nothing a single rollout does ends the loop: it fails, is counted, and its group goes on if two remain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from trainers.algorithms import Algorithm, GenerationRequest
+from trainers.config import AsyncTrainerConfig
+from trainers.data import Rows
+from trainers.metrics import MetricBag, sanitize
+from trainers.rollouts.client import GenerateClient, RequestFailed
+from trainers.rollouts.failures import FailureWindow
+from trainers.rollouts.scoring import Scorer
+from trainers.rollouts.source import Dropped, decode
+from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord
+
+_REQUEST: contextvars.ContextVar[GenerationRequest] = contextvars.ContextVar("request of this rollout")
+
+
+class AsyncRolloutLoop:
+    """Generates, scores and computes credit. Subclass it to change one of these; name the subclass in a trainer's `loop_cls`.
+
+    Hooks: `setup`, `filter_prompt`, `generate_one`, `compute_advantages`. It is built in the rollout process: define the subclass at
+    the top level of a module or script, and create clients in `setup`, which runs on the loop's own event loop.
+
+    Attributes:
+        config: the run's configuration; the object given as `args` when a trainer class started the run.
+        rows: the dataset.
+        tokenizer: the student's.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        settings: AsyncTrainerConfig,
+        algorithm: Algorithm,
+        rows: Rows,
+        tokenizer: Any,
+        client: GenerateClient,
+        scorer: Scorer,
+        metrics: MetricBag,
+        cap: int,
+        next_seed: Callable[[], int],
+        progress: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.cap = cap
+        self.max_sequence_tokens = 0
+        self._settings, self._algorithm = settings, algorithm
+        self._client, self._scorer, self._metrics = client, scorer, metrics
+        self._next_seed, self._progress = next_seed, progress
+        self._failures = FailureWindow(settings.max_rollout_failure_frac)
+        self._version = 0
+        self._generating: dict[int, float] = {}  # rollout number → monotonic start
+        self._started = 0
+        self._room = asyncio.Event()
+
+    # Hooks
+
+    async def setup(self) -> None:
+        """Runs once, before the first prompt."""
+
+    def filter_prompt(self, row_index: int, row: dict[str, Any], epoch: int) -> bool:
+        """Whether to generate from this row in this epoch. A rejected prompt counts towards the epoch."""
+        return True
+
+    async def generate_one(self, prompt: Prompt) -> Rollout:
+        """One rollout. May set its `reward`, to which those of the reward functions are added."""
+        turn = await self.turn(prompt.token_ids)
+        return Rollout(prompt, [turn], [{"role": "assistant", "content": decode(self.tokenizer, turn.output_ids)}])
+
+    def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+        """float32 [G]: the algorithm's advantages. Runs for every group, also one that is dropped afterwards."""
+        return self._algorithm.advantages(group)
+
+    # For hooks
+
+    async def turn(self, prompt_ids: np.ndarray) -> TurnRecord:
+        """One generation call from token ids, with the temperature and length the algorithm asked for.
+
+        Raises:
+            RequestFailed: refused by the server, or out of time.
+        """
+        request = _REQUEST.get()
+        room = self.max_sequence_tokens - len(prompt_ids)
+        if room < 1:
+            raise RequestFailed(
+                "too_long", f"{len(prompt_ids)} tokens leave no room in max_model_len {self.max_sequence_tokens}"
+            )
+        turn = await self._client.turn(
+            prompt_ids,
+            temperature=request.temperature,
+            max_tokens=min(request.max_tokens, room),
+            seed=self._next_seed(),
+            version=lambda: self._version,
+        )
+        self._progress()
+        return turn
+
+    # The source
+
+    async def open(self) -> None:
+        facts = await self._client.open(wait_s=min(self._settings.vllm_server_timeout, self._settings.rollout_worker_timeout))
+        self.max_sequence_tokens = facts.max_model_len
+        outcome = self.setup()
+        if inspect.isawaitable(outcome):
+            await outcome
+
+    def synced(self, version: int) -> None:
+        self._version = version
+
+    async def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]:
+        ready: asyncio.Queue[RolloutGroup | Dropped | BaseException | None] = asyncio.Queue()
+        tasks: set[asyncio.Task[None]] = set()
+        feeder = asyncio.create_task(self._feed(prompts, ready, tasks))
+        try:
+            while (item := await ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                self._failures.check()
+            self._failures.check(final=True)
+        finally:
+            for task in [feeder, *tasks]:
+                task.cancel()
+            await asyncio.gather(feeder, *tasks, return_exceptions=True)
+
+    async def _feed(self, prompts: AsyncIterator[Prompt], ready: asyncio.Queue, tasks: set[asyncio.Task[None]]) -> None:
+        try:
+            async for prompt in prompts:
+                if not self.filter_prompt(prompt.row, self.rows[prompt.row], prompt.epoch):
+                    ready.put_nowait(Dropped(prompt, "filtered"))
+                    await asyncio.sleep(0)
+                elif len(prompt.token_ids) > self.max_sequence_tokens - 1:
+                    ready.put_nowait(Dropped(prompt, "too_long"))
+                    await asyncio.sleep(0)
+                else:
+                    requests = self._algorithm.requests(prompt)
+                    while self._generating and len(self._generating) + len(requests) > self.cap:
+                        self._room.clear()
+                        await self._room.wait()
+                    starts = [self._begin() for _ in requests]
+                    task = asyncio.create_task(self._group(prompt, requests, starts, ready))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+            while tasks:
+                await asyncio.wait(tasks)
+            ready.put_nowait(None)
+        except Exception as error:
+            ready.put_nowait(error)
+
+    def _begin(self) -> int:
+        self._started += 1
+        self._generating[self._started] = time.monotonic()
+        return self._started
+
+    async def _group(self, prompt: Prompt, requests: list[GenerationRequest], starts: list[int], ready: asyncio.Queue) -> None:
+        try:
+            rollouts = await asyncio.gather(
+                *(self._rollout(prompt, request, start) for request, start in zip(requests, starts, strict=True))
+            )
+            group = RolloutGroup(prompt, [rollout for rollout in rollouts if rollout.failed is None])
+            await self._scorer.score(group)
+            for rollout in rollouts:
+                self._note(rollout)
+            group.rollouts = [rollout for rollout in group.rollouts if rollout.failed is None]
+            if len(group.rollouts) < min(2, len(requests)):
+                ready.put_nowait(Dropped(prompt, "failed"))
+                return
+            group.advantages = np.asarray(self.compute_advantages(group), dtype=np.float32)
+            self._measure(group)
+            ready.put_nowait(group)
+        except Exception as error:  # a fault in a hook or here: the run ends with it
+            ready.put_nowait(error)
+
+    async def _rollout(self, prompt: Prompt, request: GenerationRequest, start: int) -> Rollout:
+        _REQUEST.set(request)
+        begun = time.monotonic()
+        try:
+            rollout = await self.generate_one(prompt)
+        except RequestFailed as error:
+            rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
+        except Exception as error:
+            rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}")
+        finally:
+            del self._generating[start]
+            self._room.set()
+        rollout.duration_s = time.monotonic() - begun
+        return rollout
+
+    def _note(self, rollout: Rollout) -> None:
+        if rollout.failed is None:
+            self._failures.add(None)
+            return
+        cause, _, message = rollout.failed.partition(": ")
+        self._failures.add(cause, message)
+        self._metrics.add(f"rollout/failed_total/{sanitize(cause)}", 1)
+
+    def _measure(self, group: RolloutGroup) -> None:
+        add = self._metrics.add
+        for rollout in group.rollouts:
+            length = sum(len(turn.output_ids) for turn in rollout.turns)
+            ended = bool(rollout.turns) and rollout.turns[-1].finish_reason == "stop"
+            add("completions/mean_length", length)
+            add("completions/min_length", length)
+            add("completions/max_length", length)
+            add("completions/clipped_ratio", float(not ended))
+            # One token that ended the completion is EOS and nothing else.
+            add("completions/empty_total", float(length == 0 or (length == 1 and ended)))
+            add("rollout/duration_s", rollout.duration_s)
+            add("rollout/turns_mean", len(rollout.turns))
+            add("rollout/turns_max", len(rollout.turns))
+            add("rollout/generated_tok_s", length, 0.0)  # the engine adds the seconds
+        rewards = group.rewards[~np.isnan(group.rewards)]
+        if len(rewards):
+            add("reward", rewards.sum(), len(rewards))
+            add("reward_std", rewards.std())
+            add("rollout/correctness_mean", float((rewards > 0).sum()), len(rewards))
+
+    def describe(self) -> str:
+        if self._generating:
+            oldest = time.monotonic() - min(self._generating.values())
+            text = f"generation waits for {self._client.base_url}: {len(self._generating)} rollouts in flight, the oldest for "
+            return text + f"{oldest:.0f} s{self._client.trouble}"
+        if self._scorer.pending:
+            return f"scoring: {self._scorer.pending} groups wait for the reward functions"
+        return "generation is idle"
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "rollout/concurrency": len(self._generating),
+            "rollout/concurrency_cap": self.cap,
+            "rollout/score_queue_size": self._scorer.pending,
+        }
+
+    async def close(self) -> None:
+        self._scorer.close()
+        await self._client.close()

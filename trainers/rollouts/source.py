@@ -1,0 +1,94 @@
+"""The `RolloutSource` seam: prompts in, finished groups out; and the source that plays back a dataset.
+
+    prompts (the engine admits one whenever there is room) ─▶ RolloutSource.groups ─▶ RolloutGroup with rewards and advantages
+                                                                                  └─▶ Dropped(prompt, cause)
+
+Every prompt taken gives exactly one of the two, in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainers.algorithms import Algorithm
+from trainers.data import PromptBuilder, Rows
+from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A prompt without a group. Causes: `filtered`, `too_long`, `failed`."""
+
+    prompt: Prompt
+    cause: str
+
+
+class RolloutSource(Protocol):
+    """Where groups come from."""
+
+    max_sequence_tokens: int  # longest sequence it can produce; known after `open`
+
+    async def open(self) -> None:
+        """Connect to what is needed. Raises `ServerError` or `ConfigError`."""
+        ...
+
+    def synced(self, version: int) -> None:
+        """The servers hold policy `version` from now on."""
+        ...
+
+    def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]: ...
+
+    def describe(self) -> str:
+        """What it is doing, for the message of a run that makes no progress."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Metrics with reduction `last`, as they are now."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RecordedSource:
+    """A dataset row is a finished rollout (SFT): its completion is the one turn, with logprob 0 and version 0."""
+
+    def __init__(self, rows: Rows, builder: PromptBuilder, algorithm: Algorithm, max_sequence_tokens: int) -> None:
+        self.max_sequence_tokens = max_sequence_tokens
+        self._rows, self._builder, self._algorithm = rows, builder, algorithm
+
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
+    def synced(self, version: int) -> None:
+        """Recorded rows have no version."""
+
+    async def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]:
+        async for prompt in prompts:
+            group = self._group(prompt)
+            group.advantages = np.asarray(self._algorithm.advantages(group), dtype=np.float32)
+            yield group
+            await asyncio.sleep(0)  # messages from the trainer get their turn
+
+    def _group(self, prompt: Prompt) -> RolloutGroup:
+        completion, ids = self._builder.completion_ids(prompt, self._rows[prompt.row])
+        turn = TurnRecord(prompt.token_ids, ids, np.zeros(len(ids), np.float32), [VersionSpan(0, len(ids), 0)], "stop")
+        return RolloutGroup(prompt, [Rollout(prompt, [turn], completion)])
+
+    def describe(self) -> str:
+        return "reading recorded rows"
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+def decode(tokenizer: Any, ids: np.ndarray) -> str:
+    """Text of sampled ids, special tokens left out."""
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
