@@ -1,0 +1,100 @@
+"""A deterministic `StepSource`: step i of seed s is always the same samples, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.packing import pack_step
+from trainers.step_source import STATE_FILE, SourceInfo
+from trainers.types import Sample, Step, StepPlan
+
+
+def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest: int = 12) -> list[Sample]:
+    """`count` samples of ragged lengths with advantages and sampler logprobs near a uniform policy's."""
+    rng = np.random.default_rng([seed, step])
+    samples = []
+    for i in range(count):
+        length = int(rng.integers(3, longest + 1))
+        prompt = int(rng.integers(1, length - 1))
+        mask = np.arange(length) >= prompt
+        logprobs = np.where(mask, -np.log(vocab) + rng.normal(0, 0.3, length), 0).astype(np.float32)
+        tokens = rng.integers(0, vocab, length).astype(np.int32)
+        samples.append(Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0))
+    return samples
+
+
+def spread(count: int, micro: int, ranks: int) -> StepPlan:
+    """Samples dealt over [micro][rank] in order; the last cells may stay empty."""
+    rows: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(micro)]
+    cells = [cell for microbatch in rows for cell in microbatch]
+    per_cell = -(-count // len(cells))
+    for i in range(count):
+        cells[i // per_cell].append(i)
+    return StepPlan(rows)
+
+
+@dataclass
+class FakeSource:
+    """Serves `steps` steps, then None. `calls` records what the loop did, in order."""
+
+    steps: int = 6
+    micro: int = 2
+    samples_per_step: int = 5
+    seed: int = 0
+    vocab: int = 64
+    fail_at: int | None = None  # step whose `next_step` raises
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    done: int = 0
+    closed: bool = False
+    ranks: int = 1
+    open_request: int | None = None
+
+    def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
+        self.ranks = world_size
+        if resume_dir is not None:
+            self.done = json.loads((resume_dir / STATE_FILE).read_text())["done"]
+            assert self.done == resume_step, f"ledger says {self.done}, loop says {resume_step}"
+        self.calls.append(("start", version, resume_step))
+        return SourceInfo(prompts=10, fingerprint="f", token_budget=64, max_sequence_tokens=64, vocab_size=self.vocab)
+
+    def request_step(self, index: int, train_version: int) -> None:
+        assert self.open_request is None, f"step {self.open_request} is still open"
+        self.open_request = index
+        self.calls.append(("request", index, train_version))
+
+    def next_step(self, index: int, train_version: int) -> Step | None:
+        self.calls.append(("next", index, train_version))
+        self.open_request = None
+        if self.fail_at == index:
+            from trainers.errors import RolloutProcessDied
+
+            raise RolloutProcessDied("killed by SIGKILL")
+        if index > self.steps:
+            return None
+        samples = make_samples(self.seed, index, self.samples_per_step, self.vocab)
+        return pack_step(index, spread(len(samples), self.micro, self.ranks), samples, {"epoch": (index, 10.0)})
+
+    def committed(self, index: int) -> None:
+        assert index == self.done + 1, f"step {index} committed after {self.done}"
+        self.done = index
+        self.calls.append(("committed", index))
+
+    def synced(self, version: int) -> None:
+        self.calls.append(("synced", version))
+
+    def snapshot(self, directory: Path) -> dict[str, Any]:
+        state = {"done": self.done}
+        (directory / STATE_FILE).write_text(json.dumps(state))
+        self.calls.append(("snapshot", self.done))
+        return state
+
+    def drain_rollouts(self) -> list[dict[str, Any]]:
+        return [{"step": self.done}]
+
+    def close(self) -> None:
+        self.closed = True

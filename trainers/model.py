@@ -1,0 +1,184 @@
+"""The policy: a transformers causal language model run on packed rows, head computed at trained positions only.
+
+PackedBatch ─▶ base model (packed attention) ─▶ hidden [T, H] ─▶ select token_index ─▶ head ─▶ logprobs, entropy, argmax_hit [N]
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainers import attention
+from trainers.batch import PackedBatch
+from trainers.config import TrainerConfig
+from trainers.distributed import Ranks, full, shard
+from trainers.errors import ConfigError
+from trainers.head import token_logprobs
+from trainers.types import PackedRow
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(nn.Module):
+    """Wraps the model so that one forward gives the per-term outputs; under FSDP this is the root module."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.softcap = getattr(model.config, "final_logit_softcapping", None)
+
+    def forward(self, batch: PackedBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """logprobs [N] (with gradient), entropy [N], argmax_hit [N]; N may be 0."""
+        base = self.model.base_model
+        hidden = base(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            packed_layout=batch.layout,
+            use_cache=False,
+        ).last_hidden_state
+        head: Any = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden.squeeze(0).index_select(0, batch.token_index),
+            head.weight,
+            batch.targets,
+            bias=head.bias,
+            temperature=self.temperature if temperature is None else temperature,
+            softcap=self.softcap,
+        )
+
+
+def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedModel:
+    """The model in `config.dtype`, from `source` (a checkpoint) or `config.model`, set to run packed rows.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has layers packed rows cannot run.
+    """
+    kwargs = dict(config.model_init_kwargs or {})
+    kwargs.setdefault("dtype", config.dtype)
+    if config.trust_remote_code:
+        kwargs["trust_remote_code"] = True
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source or config.model, attn_implementation=attention.NAME, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {source or config.model!r} cannot be loaded: {error}") from error
+    return model
+
+
+def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, longest: int | None = None) -> Policy:
+    """Check the model, switch gradient checkpointing on, move it to the device and shard it.
+
+    Args:
+        model: float32 or float64 parameters are kept as master weights; bfloat16 compute comes from the precision policy.
+        longest: most tokens a sequence may have, if known.
+
+    Raises:
+        ConfigError: the model does something that packed rows or our head would compute otherwise.
+    """
+    attention.check_supported(model, longest)
+    policy = Policy(model, getattr(config, "temperature", 1.0)).to(ranks.device)
+    _check_head(policy, ranks.device)
+    model.train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, **(config.gradient_checkpointing_kwargs or {})})
+        model.enable_input_require_grads()
+    if ranks.mesh is not None:
+        names = set(model._no_split_modules or [])
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        shard(policy, layers, ranks.mesh, compute_dtype=compute_dtype(config, ranks.device))
+    return policy
+
+
+def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype | None:
+    """bfloat16 under mixed precision, else None (parameters' own type)."""
+    return torch.bfloat16 if (config.bf16 if config.bf16 is not None else device.type == "cuda") else None
+
+
+@torch.no_grad()
+def _check_head(policy: Policy, device: torch.device) -> None:
+    """Compare with the model's own logits on a few tokens: an unusual head is refused, not trained wrongly."""
+    model = policy.model
+    was_training = model.training
+    model.eval()
+    tokens = np.arange(8, dtype=np.int32) % model.config.get_text_config().vocab_size
+    batch = PackedBatch.from_row(probe_row(tokens), device)
+    ours = policy(batch, temperature=1.0)[0]
+    logits = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, packed_layout=batch.layout, use_cache=False
+    ).logits
+    theirs = logits[0].to(ours.dtype).log_softmax(-1)[batch.token_index, batch.targets]
+    model.train(was_training)
+    difference = (ours - theirs).abs().max().item()
+    low_precision = model.dtype in (torch.bfloat16, torch.float16)
+    if not difference < (0.1 if low_precision else 2e-3):
+        raise ConfigError(
+            f"{type(model).__name__} computes its logits in a way this trainer does not know: log-probabilities differ by "
+            f"{difference:.3g}"
+        )
+
+
+def probe_row(tokens: np.ndarray) -> PackedRow:
+    """One sequence whose every token but the first is a loss term; advantages and sampler logprobs 0."""
+    terms = len(tokens) - 1
+    zeros = np.zeros(terms, np.float32)
+    return PackedRow(
+        input_ids=tokens.astype(np.int32),
+        position_ids=np.arange(len(tokens), dtype=np.int32),
+        cu_seqlens=np.array([0, len(tokens)], np.int32),
+        token_index=np.arange(terms, dtype=np.int32),
+        targets=tokens[1:].astype(np.int32),
+        sampler_logprobs=zeros,
+        advantages=zeros,
+        sequence_index=np.zeros(terms, np.int32),
+    )
+
+
+@torch.no_grad()
+def probe_logprobs(policy: Policy, tokens: np.ndarray, device: torch.device) -> np.ndarray:
+    """float64 [len(tokens) − 1]: log-probability of each token but the first at temperature 1. A collective when sharded."""
+    training = policy.training
+    policy.eval()
+    logprobs = policy(PackedBatch.from_row(probe_row(tokens), device), temperature=1.0)[0]
+    policy.train(training)
+    return logprobs.double().cpu().numpy()
+
+
+def gathered_parameters(model: PreTrainedModel, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole CPU tensor) of every parameter, tied ones once, in the same order on every rank: a collective when sharded.
+
+    Args:
+        dtype: type of floating-point tensors handed out; None: their own.
+        keep: False on the ranks that only take part in the gather; they get empty tensors.
+    """
+    for name, parameter in model.named_parameters():
+        whole = full(parameter.detach())
+        if not keep:
+            yield name, torch.empty(0)
+            continue
+        if dtype is not None and whole.is_floating_point():
+            whole = whole.to(dtype)
+        yield name, whole.to("cpu", copy=True).contiguous()
+
+
+def export_state(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameter names and layouts as the model's checkpoints have them (mixture-of-experts layers are fused in memory)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, state)
+
+
+def save_hf(model: PreTrainedModel, state: dict[str, torch.Tensor], directory: Any, dtype: torch.dtype) -> None:
+    """Write config and safetensors of `state` (whole tensors of type `dtype`, names as in memory)."""
+    config = copy.deepcopy(model.config)
+    model.save_pretrained(directory, state_dict=state)
+    # save_pretrained records the type of the parameters in memory, which under mixed precision is not that of the files.
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
