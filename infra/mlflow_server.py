@@ -1,0 +1,107 @@
+"""A local MLflow server over the Loopwright home: what `loopwright up` serves, and what tests talk to.
+
+Data are `<home>/mlflow/mlflow.db` and `<home>/mlflow/artifacts/`: the store that runs without a server write to directly, so
+runs tracked before the server was started show up in it. It listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
+
+from infra.home import home
+
+
+class MLflowServerError(RuntimeError):
+    """The server ended or did not answer in time; the message ends with the last lines of its log."""
+
+
+def command(port: int, folder: Path | None = None) -> list[str]:
+    """The server's command line. `folder`: where its data are; default `<home>/mlflow`, made if it is missing."""
+    folder = folder or home() / "mlflow"
+    (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+    return [
+        *(sys.executable, "-m", "mlflow", "server"),
+        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        *("--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"),
+        # Clients are on this machine and write artefacts themselves; a model does not travel through HTTP.
+        *("--no-serve-artifacts", "--default-artifact-root", (folder / "artifacts").as_uri()),
+    ]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with MLflow's usage telemetry off and its background job workers not started."""
+    return {
+        **os.environ,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+
+
+def healthy(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether an MLflow server answers at `url`. Proxies are not asked."""
+    try:
+        with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=timeout_s) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+class MLflowServer:
+    """A running server in its own process group.
+
+    Example: `server = MLflowServer.start(5000); server.wait_ready(); …; server.stop()`.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log_path = log_path
+
+    @staticmethod
+    def start(port: int, folder: Path | None = None) -> MLflowServer:
+        """Start it on loopback `port`. Its output goes to `server.log` in its folder."""
+        folder = folder or home() / "mlflow"
+        arguments = command(port, folder)
+        log_path = folder / "server.log"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                cwd=folder,
+                start_new_session=True,
+            )
+        return MLflowServer(process, f"http://127.0.0.1:{port}", log_path)
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Raises `MLflowServerError` when it ends, or does not answer in time."""
+        deadline = time.monotonic() + timeout_s
+        while not healthy(self.url):
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
+                what = f"ended with code {code}" if code is not None else f"did not answer within {timeout_s:.0f} s"
+                tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
+                raise MLflowServerError(f"the MLflow server at {self.url} {what}; {self.log_path} ends with:\n{tail}")
+            time.sleep(0.25)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the whole process group: SIGTERM, then SIGKILL after `grace_s`."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        self._signal(signal.SIGKILL)  # whatever of the group outlived its leader
+        self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
