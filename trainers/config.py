@@ -107,7 +107,9 @@ class EvalConfig(StrictModel):
     reward_func: CallableSpec | None = Field(
         None, description="Scores one completion; accuracy is the mean. Default: the first of the run's reward functions."
     )
-    every: int = Field(0, ge=0, description="Evaluate every this many optimizer steps. 0 (default): before and after training only.")
+    every: int = Field(
+        0, ge=0, description="Evaluate every this many optimizer steps. 0 (default): before and after training only."
+    )
     max_completion_length: int | None = Field(None, ge=1, description="Tokens per completion. Default: the run's value.")
 
 
@@ -122,13 +124,17 @@ class TrainerConfig(StrictModel):
     model: str = Field(description="Folder with a Hugging Face model, or a hub id.")
     dataset: DatasetConfig = Field(description="Training prompts.")
     eval: EvalConfig | None = Field(None, description="Held-out evaluation. Default none.")
-    output_dir: str = Field("runs/run", description="Folder for checkpoints and logs. Flows set it from `storage` and the run name.")
+    output_dir: str = Field(
+        "runs/run", description="Folder for checkpoints and logs. Flows set it from `storage` and the run name."
+    )
 
     # Model
     model_init_kwargs: dict[str, Any] | None = Field(None, description="Keyword arguments of `from_pretrained`. Default none.")
     dtype: DType = Field("float32", description="Type the weights are loaded in. Default float32.")
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model or tokenizer. Default false.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extra arguments of `apply_chat_template`. Default none.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extra arguments of `apply_chat_template`. Default none."
+    )
 
     # Batch and length of the run
     max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1 (default): `num_train_epochs` passes over the prompts.")
@@ -138,7 +144,8 @@ class TrainerConfig(StrictModel):
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-batches per optimizer step. Default 1.")
     token_budget: int | None = Field(
-        None, description="Most tokens in one packed row. None: the longest sequence allowed; ≤ 0: rows of a fixed sample count."
+        None,
+        description="Most tokens in one packed row. None: the longest sequence allowed; ≤ 0: rows of a fixed sample count.",
     )
 
     # Optimizer
@@ -150,7 +157,9 @@ class TrainerConfig(StrictModel):
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0: no clipping. Default 1.")
     optim: str = Field("adamw_torch", description="Optimizer by transformers' name. Default adamw_torch.")
     optim_args: str | None = Field(None, description="Optimizer arguments, `key=value,…`. Default none.")
-    lr_scheduler_type: str = Field("constant", description="Schedule by transformers' name. A decaying one needs max_steps. Default constant.")
+    lr_scheduler_type: str = Field(
+        "constant", description="Schedule by transformers' name. A decaying one needs max_steps. Default constant."
+    )
     lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="Extra schedule arguments. Default none.")
     warmup_steps: float = Field(0, ge=0, description="Warm-up steps; below 1: fraction of max_steps. Default 0.")
     bf16: bool | None = Field(None, description="bfloat16 autocast/FSDP mixed precision. None: true on a GPU, false on CPU.")
@@ -164,7 +173,9 @@ class TrainerConfig(StrictModel):
     seed: int = Field(42, ge=0, description="Seed of shuffling, sampling and initialisation. Default 42.")
     shuffle: bool = Field(True, description="Shuffle prompts, by (seed, epoch). Default true.")
     allow_dataset_change: bool = Field(False, description="Resume although the dataset's fingerprint changed. Default false.")
-    rollout_worker_timeout: float = Field(300.0, gt=0, description="Seconds without progress before the run fails. Default 300.")
+    rollout_worker_timeout: float = Field(
+        300.0, gt=0, description="Seconds without progress before the run fails. Default 300."
+    )
     save_rollout_buffer: bool = Field(True, description="Keep generated, untrained samples in the checkpoint. Default true.")
     queue_maxsize: int = Field(1024, ge=1, description="Most samples waiting for the trainer. Default 1024.")
 
@@ -173,7 +184,9 @@ class SFTConfig(TrainerConfig):
     """Supervised fine-tuning: a dataset row is a finished rollout."""
 
     type: Literal["sft"] = Field("sft", description="Algorithm.")
-    max_length: int = Field(1024, ge=2, description="Longest sequence in tokens; longer rows are dropped and counted. Default 1024.")
+    max_length: int = Field(
+        1024, ge=2, description="Longest sequence in tokens; longer rows are dropped and counted. Default 1024."
+    )
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate. Default 2e-5.")
 
 
@@ -181,24 +194,36 @@ class AsyncTrainerConfig(TrainerConfig):
     """What every algorithm that generates has."""
 
     max_completion_length: int = Field(2048, ge=1, description="Most tokens per completion. Default 2048.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1."
+    )
     vllm_server_base_url: str = Field("http://localhost:8000", description="Student server. Flows fill it in.")
-    vllm_server_timeout: float = Field(1800.0, gt=0, description="Seconds to wait for the server, a request or a sync. Default 1800.")
+    vllm_server_timeout: float = Field(
+        1800.0, gt=0, description="Seconds to wait for the server, a request or a sync. Default 1800."
+    )
     max_concurrent_rollouts: int | None = Field(
         None, ge=1, description="Most rollouts in flight. None: max(max_staleness, 1) × batch size × accumulation × ranks."
     )
     max_staleness: int = Field(4, ge=0, description="Policy versions a sample's oldest token may lag behind. Default 4.")
     weight_sync_steps: int = Field(1, ge=1, description="Optimizer steps between weight syncs. Default 1.")
-    weight_sync: Literal["shared_storage"] = Field("shared_storage", description="How weights reach the server. Default shared_storage.")
-    weight_check_steps: int = Field(50, ge=0, description="Compare a probe's logprobs with the server every this many syncs; 0: never.")
-    max_rollout_failure_frac: float = Field(0.1, ge=0, le=1, description="Fail the run above this share of failed rollouts. Default 0.1.")
+    weight_sync: Literal["shared_storage"] = Field(
+        "shared_storage", description="How weights reach the server. Default shared_storage."
+    )
+    weight_check_steps: int = Field(
+        50, ge=0, description="Compare a probe's logprobs with the server every this many syncs; 0: never."
+    )
+    max_rollout_failure_frac: float = Field(
+        0.1, ge=0, le=1, description="Fail the run above this share of failed rollouts. Default 0.1."
+    )
 
 
 class GRPOConfig(AsyncTrainerConfig):
     """Asynchronous group-relative policy optimisation (arXiv:2402.03300)."""
 
     type: Literal["grpo"] = Field("grpo", description="Algorithm.")
-    reward_funcs: list[CallableSpec] = Field(default_factory=list, description="Reward functions, by import path; at least one.")
+    reward_funcs: list[CallableSpec] = Field(
+        default_factory=list, description="Reward functions, by import path; at least one."
+    )
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function. None: all 1.")
     num_generations: int = Field(8, ge=2, description="Rollouts per prompt (the group). Default 8.")
     epsilon: float = Field(0.2, gt=0, description="Lower clip of the ratio: 1 − ε. Default 0.2.")

@@ -124,7 +124,12 @@ CATALOG: dict[str, MetricSpec] = {
 
 _PLACEHOLDER = re.compile(r"<\w+>")
 _PATTERNS = [
-    (re.compile("".join(re.escape(part) if i % 2 == 0 else r"[\w.\-]+" for i, part in enumerate(re.split(r"(<\w+>)", name))) + r"\Z"), spec)
+    (
+        re.compile(
+            "".join(re.escape(part) if i % 2 == 0 else r"[\w.\-]+" for i, part in enumerate(re.split(r"(<\w+>)", name))) + r"\Z"
+        ),
+        spec,
+    )
     for name, spec in CATALOG.items()
     if _PLACEHOLDER.search(name)
 ]

@@ -45,7 +45,7 @@ class LossInputs:
 
 @dataclass(slots=True)
 class LossOutput:
-    """`losses` are sums over this row, each with the whole-step count that divides it. `metrics`: (numerator, denominator) tensors."""
+    """`losses`: sums over this row, each with the whole-step count that divides it. `metrics`: (numerator, denominator)."""
 
     losses: list[tuple[torch.Tensor, Denominator]]
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = field(default_factory=dict)
