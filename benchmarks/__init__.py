@@ -1,0 +1,1 @@
+"""One module per measured figure; each runs as `python -m benchmarks.NAME [--json]`."""
