@@ -21,6 +21,7 @@ from trainers.config import TrainerConfig
 from trainers.distributed import Ranks, full, shard
 from trainers.errors import ConfigError
 from trainers.head import token_logprobs
+from trainers.references import resolve
 from trainers.types import PackedRow
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedMo
     Raises:
         ConfigError: the model cannot be loaded, or has layers packed rows cannot run.
     """
-    kwargs = dict(config.model_init_kwargs or {})
+    kwargs = resolve(config.model_init_kwargs or {})
     kwargs.setdefault("dtype", config.dtype)
     if config.trust_remote_code:
         kwargs["trust_remote_code"] = True

@@ -18,6 +18,7 @@ from typing import Any
 
 from trainers.config import CallableSpec
 from trainers.errors import ConfigError
+from trainers.references import resolve
 
 RewardFunc = Callable[..., Any]
 
@@ -148,10 +149,11 @@ def load_callable(spec: CallableSpec) -> RewardFunc:
         ConfigError: it does not exist or is not callable.
     """
     target = load_object(spec.path)
+    kwargs = resolve(spec.kwargs)
     if isinstance(target, type):
-        target = target(**spec.kwargs)
-    elif spec.kwargs:
-        target = functools.partial(target, **spec.kwargs)
+        target = target(**kwargs)
+    elif kwargs:
+        target = functools.partial(target, **kwargs)
     if not callable(target):
         raise ConfigError(f"`{spec.path}` is a {type(target).__name__}, which cannot be called")
     return target
