@@ -14,9 +14,10 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.convert import resolve_model
 from infra.home import home
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
-from trainers.references import REFERENCE, is_reference
+from trainers.references import REFERENCE, is_reference, resolve
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
@@ -117,7 +118,7 @@ class TrackingConfig(StrictModel):
     """Where metrics go."""
 
     uri: str | None = Field(
-        None, description="MLflow tracking URI. Default: the server of `loopwright up`, else <LOOPWRIGHT_HOME>/mlflow."
+        None, description="MLflow tracking URI. Default: the store in <LOOPWRIGHT_HOME>/mlflow, which `loopwright up` serves."
     )
     experiment: str = Field("loopwright", min_length=1, description="MLflow experiment. Default loopwright.")
 
@@ -209,13 +210,26 @@ RUN_CONFIGS: dict[str, type[GRPORunConfig] | type[SFTRunConfig]] = {"grpo": GRPO
 _INFRA_FIELDS = {*RunSettings.model_fields, "servers"}
 
 
-def trainer_fields(config: RunConfig, output_dir: Path, server_url: str | None = None) -> dict[str, Any]:
-    """The trainer's part as JSON-ready data, with what the flow knows filled in. References stay unresolved."""
-    fields = {name: value for name, value in config.model_dump(mode="json").items() if name not in _INFRA_FIELDS}
-    fields["output_dir"] = str(output_dir)
-    if server_url is not None:
-        fields["vllm_server_base_url"] = server_url
-    return fields
+def trainer_fields(config: RunConfig, output_dir: Path) -> dict[str, Any]:
+    """The trainer's part as JSON-ready data, with what the flow knows filled in.
+
+    References are resolved (a packaged model to its folder as well), but for keyword arguments: those may be secrets, and the
+    trainer resolves them where it uses them.
+    """
+    fields = {
+        name: _resolve_all_but_kwargs({name: value})[name]
+        for name, value in config.model_dump(mode="json").items()
+        if name not in _INFRA_FIELDS
+    }
+    return {**fields, "model": resolve_model(fields["model"]), "output_dir": str(output_dir)}
+
+
+def _resolve_all_but_kwargs(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: item if name in ("kwargs", "model_init_kwargs") else _resolve_all_but_kwargs(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve_all_but_kwargs(item) for item in value]
+    return resolve(value)
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:

@@ -18,11 +18,24 @@ def grpo(**fields: Any) -> GRPORunConfig:
 
 def test_the_trainer_gets_its_fields_and_nothing_of_infra() -> None:
     config = grpo(name="x", num_generations=4, servers={"student": {"env": {"A": "1"}}}, tags={"a": "b"})
-    fields = trainer_fields(config, Path("/runs/x"), "http://127.0.0.1:1")
+    fields = trainer_fields(config, Path("/runs/x"))
     assert not fields.keys() & {"servers", "name", "tags", "storage", "tracking", "retry", "limits", "trainer"}
     trainer = TypeAdapter(TrainerConfigUnion).validate_python(fields)
     assert isinstance(trainer, GRPOConfig)
-    assert (trainer.output_dir, trainer.vllm_server_base_url, trainer.num_generations) == ("/runs/x", "http://127.0.0.1:1", 4)
+    assert (trainer.output_dir, trainer.num_generations) == ("/runs/x", 4)
+
+
+def test_the_trainer_gets_references_resolved_except_in_keyword_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_DIR", "/models")
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    config = grpo(
+        model="${oc.env:MODEL_DIR}/m",
+        reward_funcs=[{"path": "a:b", "kwargs": {"key": "${oc.env:JUDGE_KEY}"}}],
+        model_init_kwargs={"token": "${oc.env:JUDGE_KEY}"},
+    )
+    fields = trainer_fields(config, Path("/runs/x"))
+    assert fields["model"] == "/models/m"
+    assert "hunter2" not in str(fields)
 
 
 def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() -> None:

@@ -1,0 +1,154 @@
+"""What can be known to be wrong before anything is started: model, dataset, reward functions, servers given by URL.
+
+Needs no torch. Reward functions are imported here, because an import error in an hour is dearer than one now.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.config import GRPORunConfig, RunConfig, ServerConfig
+from flows.config_file import ConfigErrors
+from trainers.config import CallableSpec, DatasetConfig
+from trainers.errors import LoopwrightError
+from trainers.references import resolve
+
+
+class RewardTypeError(ConfigErrors, TypeError):
+    """A reward function is of a kind that cannot reach the rollout process (a lambda)."""
+
+
+def preflight(config: RunConfig) -> None:
+    """Check what the run needs.
+
+    Raises:
+        ConfigErrors: one line per problem; it is also a TypeError if a reward function is a lambda.
+    """
+    lines = [*check_model(resolve(config.model)), *check_storage(config.storage.folder())]
+    rewards: dict[str, Callable[..., Any]] = {}
+    lambdas = 0
+    for name, spec in _reward_specs(config):
+        try:
+            rewards[name] = load_reward(spec)
+        except TypeError as error:
+            lambdas += 1
+            lines.append(f"{name}: {error}")
+        except Exception as error:  # importing runs the user's module: anything may come out of it
+            lines.append(f"{name}: {_first_line(error)}")
+    training = {name: function for name, function in rewards.items() if name != "eval.reward_func"}
+    lines.extend(check_dataset("dataset", config.dataset, training, completions=config.type == "sft"))
+    if config.eval is not None:
+        scorer = next((name for name in ("eval.reward_func", "reward_funcs.0") if name in rewards), None)
+        scorers = {scorer: rewards[scorer]} if scorer else {}
+        lines.extend(check_dataset("eval.dataset", config.eval.dataset, scorers))
+        if config.type == "sft" and config.eval.reward_func is None:
+            lines.append("eval.reward_func: is required for a supervised run, which has no reward functions to score with")
+    if isinstance(config, GRPORunConfig):
+        lines.extend(check_server("servers.student", config.servers.student, config))
+    if lines:
+        raise (RewardTypeError if lambdas else ConfigErrors)(lines)
+
+
+def check_model(model: str) -> Iterator[str]:
+    """A folder with a model, or a hub id that the local cache or the hub knows."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield f"model: {model} has no config.json, so it is not a Hugging Face model folder"
+        return
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or folder.exists():
+        yield f"model: there is no folder {model}"
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(model, "config.json")
+    except Exception as error:  # offline, unknown, gated: the hub client has many
+        yield f"model: {model} is neither a folder here nor a model on the Hub that can be reached ({_first_line(error)})"
+
+
+def check_dataset(
+    name: str, dataset: DatasetConfig, rewards: Mapping[str, Callable[..., Any]], completions: bool = False
+) -> Iterator[str]:
+    """It can be read, and has the columns that the run and its reward functions need."""
+    from trainers.data import load_rows
+
+    try:
+        rows = load_rows(dataset.model_validate(resolve(dataset.model_dump())))
+    except LoopwrightError as error:
+        yield f"{name}: {_first_line(error)}"
+        return
+    for column in (dataset.prompt_column, *([dataset.completion_column] if completions else [])):
+        try:
+            rows.require(column)
+        except LoopwrightError as error:
+            yield f"{name}: {_first_line(error)}"
+    for reward, function in rewards.items():
+        for column in _missing_columns(function, rows.columns):
+            yield f"{name}: {rows.source} has no column `{column}`, which {reward} needs; it has: {', '.join(rows.columns)}"
+
+
+def _missing_columns(function: Callable[..., Any], columns: Sequence[str]) -> Iterator[str]:
+    """Parameters without a default that neither the engine nor the dataset provides."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in C: says nothing of its parameters
+        return
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.default is not parameter.empty:
+            continue
+        if parameter.name not in ("prompts", "completions", "completion_ids", *columns):
+            yield parameter.name
+
+
+def check_storage(folder: Path) -> Iterator[str]:
+    """Checkpoints can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        yield f"storage.uri: {folder} cannot be made: {error.strerror}"
+        return
+    if not os.access(folder, os.W_OK):
+        yield f"storage.uri: {folder} cannot be written to"
+
+
+def check_server(name: str, server: ServerConfig, config: GRPORunConfig) -> Iterator[str]:
+    """A server given by URL is up and can do what the run needs."""
+    if server.url is None:
+        return
+    from infra.vllm import probe
+
+    try:
+        probe(resolve(server.url), os.environ.get(server.api_key_env))
+    except Exception as error:
+        yield f"{name}.url: {_first_line(error)}"
+
+
+def _reward_specs(config: RunConfig) -> Iterator[tuple[str, CallableSpec]]:
+    for index, spec in enumerate(config.reward_funcs if isinstance(config, GRPORunConfig) else ()):
+        yield f"reward_funcs.{index}", spec
+    if config.eval is not None and config.eval.reward_func is not None:
+        yield "eval.reward_func", config.eval.reward_func
+
+
+def load_reward(spec: CallableSpec) -> Callable[..., Any]:
+    """The function a spec names.
+
+    Raises:
+        TypeError: it is a lambda, which has no name for its metrics and cannot reach another process.
+        ConfigError: it cannot be imported or called.
+    """
+    from trainers.rewards import load_callable, reward_name
+
+    function = load_callable(spec.model_copy(update={"path": resolve(spec.path)}))
+    if reward_name(function) == "<lambda>":
+        raise TypeError(f"`{spec.path}` is a lambda: write it as a function with `def` in an importable module")
+    return function
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,109 @@
+"""Runs by name: a new one, a resumed one, or a refusal that says why.
+
+A run is one registry row for its whole life. Of the ways back into it (same name, `loopwright resume`, Prefect's retry of the
+same flow run) each ends in `open_run`, and of two processes that try at once one gets it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from datetime import datetime
+from typing import Any
+
+from flows.config import RUN_CONFIGS, RunConfig, changed_fields
+from infra.process import alive
+from infra.registry import Owner, Registry, RunExists, RunRow
+from trainers.errors import ConfigError
+
+# These rule how a run is attended to, not what it computes: they may change between attempts.
+_ATTENDANCE = ("retry", "limits")
+
+
+class RunRefused(ConfigError):
+    """A run of this name cannot be started or resumed now."""
+
+
+def owner_alive(owner: Owner) -> bool:
+    """True unless the owner ran on this machine and is gone; another machine's processes are for that machine to judge."""
+    return owner.host != socket.gethostname() or alive(owner.pid, owner.start_time)
+
+
+def new_name(kind: str) -> str:
+    return f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def plain_name(text: str) -> str:
+    """`text` with what a run's name may not contain replaced."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.") or "run"
+
+
+def check_startable(registry: Registry, config: RunConfig) -> RunRow | None:
+    """The run that `config.name` would resume, None for a new one.
+
+    Raises:
+        RunRefused: it is running or finished, or its config differs.
+    """
+    run = registry.find_run(config.name) if config.name else None
+    if run is None:
+        return None
+    if run.status == "RUNNING" and run.owner is not None and owner_alive(run.owner):
+        raise RunRefused(f"run {run.name!r} is running (process {run.owner.pid} on {run.owner.host}): choose another name")
+    differing = changed_fields(_compared(stored(config_of(run))), _compared(stored(config)))
+    if differing:
+        raise RunRefused(
+            f"run {run.name!r} exists with another config; these fields differ: {', '.join(differing)}. "
+            "Give the same values to resume it, or choose another name"
+        )
+    if run.status == "FINISHED":
+        raise RunRefused(f"run {run.name!r} is finished: choose another name")
+    return run
+
+
+def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str | None = None) -> tuple[RunRow, bool]:
+    """The registry row of this run, RUNNING and owned by this process, and whether it is resumed. `config.name` is set.
+
+    Raises:
+        RunRefused: see `check_startable`; or another process was faster.
+    """
+    known = check_startable(registry, config)
+    if known is None:
+        folder = config.storage.folder() / str(config.name)
+        try:
+            row = registry.create_run(str(config.name), flow, stored(config), output_dir=str(folder))
+        except RunExists as error:
+            raise RunRefused(str(error)) from error
+    else:
+        row = known
+    if not registry.claim_run(row.id, Owner.current(), owner_alive):
+        raise RunRefused(f"run {row.name!r} was taken up by another process just now")
+    row = registry.update_run(
+        row.id,
+        status="RUNNING",
+        failure_class=None,
+        cause=None,
+        traceback=None,
+        prefect_flow_run_id=flow_run_id,
+        config=stored(config),
+    )
+    return row, known is not None
+
+
+def run_of_flow_run(registry: Registry, flow_run_id: str) -> RunRow | None:
+    """The run that a Prefect flow run belongs to: set when it is retried."""
+    return next((run for run in registry.list_runs() if run.prefect_flow_run_id == flow_run_id), None)
+
+
+def stored(config: RunConfig) -> dict[str, Any]:
+    """The config as the registry and Prefect keep it: every value, references unresolved."""
+    return config.model_dump(mode="json")
+
+
+def config_of(run: RunRow) -> RunConfig:
+    """The config a run was started with."""
+    return RUN_CONFIGS[run.config["type"]].model_validate(run.config)
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in _ATTENDANCE}

@@ -1,0 +1,227 @@
+"""Watching over one run's trainer: start it, see it end, decide whether to go on.
+
+    ┌─▶ servers up ─▶ trainer attempt n ─▶ finished ───────────────────────────────▶ result
+    │                      │ trainer exit, signal, server death, limit
+    └── backoff ◀── policy ┴─▶ RunFailed(failure class, cause)
+
+Invariants: an attempt is closed in the registry before the next one starts; of the flow and the trainer the one that knows
+the cause first writes it; nothing that was started here is left running when `train` returns or raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from flows.config import RetryConfig, RunConfig
+from infra.process import Supervised
+from infra.registry import Registry, RunRow
+from trainers.errors import FailureClass, LoopwrightError
+
+POLL_S = 0.5
+PROGRESS_S = 2.0
+MAX_BACKOFF_S = 300.0
+# The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot.
+STOP_GRACE_S = 30.0
+SERVER_GONE_GRACE_S = 5.0
+
+
+class RunFailed(LoopwrightError):
+    """A run ended without success; `str()` is the cause, in one line first."""
+
+    def __init__(self, failure: FailureClass, cause: str, traceback: str | None = None) -> None:
+        super().__init__(cause)
+        self.failure = failure
+        self.traceback = traceback
+
+
+class Servers(Protocol):
+    """The servers a trainer needs."""
+
+    def ensure(self) -> None:
+        """Restart what is dead; raises if that fails."""
+        ...
+
+    def death(self) -> str | None:
+        """How a server died, with the end of its log; None: all live."""
+        ...
+
+    def config_fields(self) -> dict[str, Any]:
+        """What the trainer's config gets of them."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the trainer: the servers' key."""
+        ...
+
+
+class NoServers:
+    """For algorithms that generate nothing."""
+
+    def ensure(self) -> None:
+        return
+
+    def death(self) -> str | None:
+        return None
+
+    def config_fields(self) -> dict[str, Any]:
+        return {}
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended; `failure` None: finished."""
+
+    failure: FailureClass | None = None
+    cause: str = ""
+    traceback: str | None = None
+
+
+@dataclass
+class TrainerJob:
+    """One run's trainer: everything an attempt is started from."""
+
+    registry: Registry
+    run: RunRow
+    config: RunConfig
+    servers: Servers
+    fields: dict[str, Any]  # `flows.config.trainer_fields`
+    tracking_uri: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    deadline: float | None = None  # time.monotonic() at which limits.wall_clock_s is used up
+    on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
+
+    @property
+    def folder(self) -> Path:
+        assert self.run.output_dir is not None, self.run.id
+        return Path(self.run.output_dir)
+
+
+def train(job: TrainerJob) -> None:
+    """Run attempts until one finishes.
+
+    Raises:
+        RunFailed: the retry policy is used up, or the wall clock.
+    """
+    failures: Counter[str] = Counter()
+    while True:
+        attempt = job.registry.start_attempt(job.run.id).number
+        try:
+            outcome = _attempt(job, attempt)
+        except BaseException as error:
+            job.registry.end_attempt(job.run.id, attempt, "KILLED", cause=f"the flow was stopped ({type(error).__name__})")
+            raise
+        if outcome.failure is None:
+            job.registry.end_attempt(job.run.id, attempt, "FINISHED")
+            return
+        job.registry.end_attempt(job.run.id, attempt, "FAILED", outcome.failure, outcome.cause, outcome.traceback)
+        failures[outcome.failure] += 1
+        pause = backoff_s(job.config.retry, outcome.failure, failures[outcome.failure])
+        if pause is None or _time_left(job) <= pause:
+            raise RunFailed(outcome.failure, outcome.cause, outcome.traceback)
+        print(
+            f"attempt {attempt} failed ({outcome.failure}): {outcome.cause.splitlines()[0]}; resuming in {pause:.0f} s",
+            flush=True,
+        )
+        time.sleep(pause)
+
+
+def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:
+    """Seconds to wait before resuming after the `count`-th failure of its class; None: give up."""
+    if count > getattr(policy, failure):
+        return None
+    return min(policy.backoff_s * 2 ** (count - 1), MAX_BACKOFF_S)
+
+
+def _attempt(job: TrainerJob, attempt: int) -> Outcome:
+    try:
+        job.servers.ensure()
+    except LoopwrightError as error:
+        return Outcome(error.failure_class, str(error))
+    log = job.folder / "logs" / f"trainer-{attempt}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    trainer = Supervised.start(
+        command(job, attempt), env=environment(job), log=log, lease=f"{job.run.id}-{attempt}", grace_s=STOP_GRACE_S
+    )
+    try:
+        return _watch(job, attempt, trainer)
+    finally:
+        trainer.stop()
+
+
+def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
+    shown = time.monotonic()
+    while trainer.poll() is None:
+        time.sleep(POLL_S)
+        if death := job.servers.death():
+            trainer.stop(SERVER_GONE_GRACE_S)
+            return Outcome("infrastructure", death)
+        if _time_left(job) <= 0:
+            trainer.stop()
+            return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")
+        if time.monotonic() - shown >= PROGRESS_S:
+            shown = time.monotonic()
+            job.on_progress(job.registry.get_run(job.run.id).progress)
+    job.on_progress(job.registry.get_run(job.run.id).progress)
+    return _exit_outcome(job, attempt, trainer)
+
+
+def _exit_outcome(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
+    """What the trainer's end means: its own account if it left one, else what the exit and the log tell."""
+    if trainer.returncode == 0:
+        return Outcome()
+    if death := job.servers.death():
+        return Outcome("infrastructure", death)
+    row = next(row for row in job.registry.list_attempts(job.run.id) if row.number == attempt)
+    if row.ended_at is not None and row.status == "FAILED":
+        return Outcome(row.failure_class or "user", row.cause or "the trainer gave no cause", row.traceback)  # type: ignore[arg-type]
+    tail = trainer.log_tail()
+    killed = (trainer.returncode or 0) < 0 or re.search(r"exitcode\s*:\s*-\d+", tail)  # torchrun's own exit code is 1
+    how = f"the trainer ended: {trainer.describe_exit()}"
+    return Outcome("infrastructure" if killed else "user", f"{how}\nend of {trainer.log_path}:\n{tail}", tail)
+
+
+def command(job: TrainerJob, attempt: int) -> list[str]:
+    """The trainer's command line; its config is written to the run's folder, with references as written."""
+    path = job.folder / "logs" / f"trainer-{attempt}.json"
+    run = job.registry.get_run(job.run.id)
+    payload = {
+        "config": {**job.fields, **job.servers.config_fields()},
+        "run": {
+            "id": run.id,
+            "name": run.name,
+            "attempt": attempt,
+            "registry_url": job.registry.url,
+            "tracking_uri": job.tracking_uri,
+            "experiment": job.config.tracking.experiment,
+            "mlflow_run_id": run.mlflow_run_id,
+            "tags": job.config.tags,
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
+    if job.config.trainer.ranks == 1:
+        return [sys.executable, "-m", "trainers.main", str(path)]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
+        f"--nproc-per-node={job.config.trainer.ranks}", sys.executable, "-m", "trainers.main", str(path),
+    ]  # fmt: skip
+
+
+def environment(job: TrainerJob) -> dict[str, str]:
+    return {**os.environ, **job.environment, **job.servers.environment()}
+
+
+def _time_left(job: TrainerJob) -> float:
+    return float("inf") if job.deadline is None else job.deadline - time.monotonic()
