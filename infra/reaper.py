@@ -1,0 +1,92 @@
+"""Cleans up after owners that are gone, and only after those.
+
+A lease of this machine whose owning process no longer exists, or that was not renewed in time, is reaped: every process that
+carries its mark is killed, then the row is deleted and the resource is free. A run whose owner is gone becomes FAILED with
+that as its cause, unless somebody resumes it at the same moment: then it is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import dataclass, field
+
+from infra.process import alive, kill_marked
+from infra.registry import LeaseRow, Owner, Registry
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ("PENDING", "RUNNING")
+
+
+@dataclass
+class ReapReport:
+    """`leases`: "kind resource: why"; `killed`: pids; `runs`: names of runs that became FAILED."""
+
+    leases: list[str] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not (self.leases or self.runs):
+            return "nothing to reap"
+        lines = [f"lease {line}" for line in self.leases] + [f"run {name}: FAILED" for name in self.runs]
+        return "\n".join([*lines, f"{len(self.killed)} processes killed"])
+
+
+def owner_alive(owner: Owner) -> bool:
+    """Whether the owner still runs. One on another machine counts as alive: only its own machine can tell."""
+    return owner.host != socket.gethostname() or alive(owner.pid, owner.start_time)
+
+
+def reap(registry: Registry) -> ReapReport:
+    """One pass over this machine's leases and the unfinished runs."""
+    report = ReapReport()
+    for lease in registry.list_leases(host=socket.gethostname()):
+        if (why := _why_dead(lease)) is not None:
+            _reap_lease(registry, lease, why, report)
+    for run in registry.list_runs():
+        if run.status in UNFINISHED and run.owner is not None and not owner_alive(run.owner):
+            _fail_run(registry, run.id, run.owner, report)
+    return report
+
+
+def _why_dead(lease: LeaseRow) -> str | None:
+    if lease.owner is None:
+        return "it has no owner"
+    if not owner_alive(lease.owner):
+        return f"its owner, process {lease.owner.pid}, is gone"
+    if lease.expires_at <= time.time():
+        return f"its owner, process {lease.owner.pid} on {lease.owner.host}, did not renew it in time"
+    return None
+
+
+def _reap_lease(registry: Registry, lease: LeaseRow, why: str, report: ReapReport) -> None:
+    try:
+        killed = kill_marked(lease.id)
+    except TimeoutError as error:
+        # The row stays: a process that cannot be killed still uses the resource.
+        logger.error("lease %s %s cannot be freed: %s", lease.kind, lease.resource, error)
+        return
+    report.killed += killed
+    for server in registry.list_servers(running=True):
+        if server.lease_id == lease.id:
+            registry.end_server(server.id, f"reaped: {why}")
+    if registry.delete_lease(lease.id):
+        report.leases.append(f"{lease.kind} {lease.resource}: {why}")
+
+
+def _fail_run(registry: Registry, run_id: str, dead: Owner, report: ReapReport) -> None:
+    if not registry.claim_run(run_id, Owner.current(), owner_alive):
+        return  # resumed in between
+    run = registry.get_run(run_id)
+    if run.status not in UNFINISHED:
+        registry.update_run(run_id, owner=None)
+        return
+    cause = f"the flow's process {dead.pid} on {dead.host} is gone: killed, or the machine was restarted"
+    for attempt in registry.list_attempts(run_id):
+        if attempt.ended_at is None:
+            registry.end_attempt(run_id, attempt.number, "FAILED", "infrastructure", cause)
+    registry.update_run(run_id, status="FAILED", failure_class="infrastructure", cause=cause, owner=None)
+    report.runs.append(run.name)
