@@ -35,7 +35,10 @@ def encode(message: Message) -> list[bytes | memoryview]:
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
     header = json.dumps({"type": message.type, "fields": message.fields, "arrays": layout}).encode()
-    return [_LENGTH.pack(len(header)) + header, *(memoryview(array).cast("B") for array in arrays.values() if array.size)]
+    return [
+        _LENGTH.pack(len(header)) + header,
+        *(array.reshape(-1).view(np.uint8).data for array in arrays.values() if array.size),
+    ]
 
 
 def _array_bytes(header: dict[str, Any]) -> int:

@@ -276,7 +276,7 @@ class Ledger:
             entry.dropped = Counter(counts["dropped"])
         # Not retired here: the buffer may reopen partly trained groups first.
 
-    def restore_finished(self) -> None:
+    def close_finished(self) -> None:
         """Close epochs that were complete once the buffer has been read."""
         self._retire()
 

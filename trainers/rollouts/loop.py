@@ -1,10 +1,10 @@
 """Prompts to scored groups with a vLLM server: the `RolloutSource` of everything that generates, and the class users subclass.
 
-    prompts ─▶ filter ─▶ room under the cap ─▶ task per group ─▶ n × generate_one ─▶ scoring pool ─▶ compute_advantages ─▶ groups()
+    prompts ─▶ filter ─▶ room under the cap ─▶ n × generate_one ─▶ scoring pool ─▶ compute_advantages ─▶ groups()
 
 Invariants:
 - a prompt taken from `prompts` gives exactly one group or one `Dropped`;
-- at most `cap` rollouts generate at once (one group always may); scoring does not count, so a slow judge never stops generation;
+- at most `cap` rollouts generate at once (one group always may); scoring does not count: a slow judge never stops generation;
 - nothing a single rollout does ends the loop: it fails, is counted, and its group goes on if two remain.
 """
 
@@ -35,8 +35,8 @@ _REQUEST: contextvars.ContextVar[GenerationRequest] = contextvars.ContextVar("re
 class AsyncRolloutLoop:
     """Generates, scores and computes credit. Subclass it to change one of these; name the subclass in a trainer's `loop_cls`.
 
-    Hooks: `setup`, `filter_prompt`, `generate_one`, `compute_advantages`. It is built in the rollout process: define the subclass at
-    the top level of a module or script, and create clients in `setup`, which runs on the loop's own event loop.
+    Hooks: `setup`, `filter_prompt`, `generate_one`, `compute_advantages`. It is built in the rollout process: define the
+    subclass at the top level of a module or script, and create clients in `setup`, which runs on the loop's own event loop.
 
     Attributes:
         config: the run's configuration; the object given as `args` when a trainer class started the run.

@@ -3,7 +3,7 @@
     group ─▶ slot (at most `workers` groups at once) ─▶ each reward function ─▶ Σ weight × reward over the applicable ones
 
 Synchronous functions run in threads, asynchronous ones on an event loop of their own, so that one that blocks cannot stop the
-loop that generates. A function that raises on the group is called once more per rollout, so that only the rollouts at fault fail.
+loop that generates. A function that raises on the group is called once more per rollout, so that only those at fault fail.
 """
 
 from __future__ import annotations

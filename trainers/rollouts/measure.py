@@ -1,0 +1,71 @@
+"""What a planned step and a finished group say about themselves: `batch/…`, `sample/…` and rows of the rollouts table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trainers.metrics import MetricBag
+from trainers.planner import attention_cost
+from trainers.types import RolloutGroup, Sample, StepPlan
+
+
+def measure_step(
+    metrics: MetricBag, samples: Sequence[Sample], plan: StepPlan, token_budget: int | None, train_version: int, generates: bool
+) -> None:
+    """Metrics of one whole step, over all its ranks and micro-batches."""
+    now = time.monotonic()
+    lengths = [len(sample.token_ids) for sample in samples]
+    trained = [sample.trained_tokens for sample in samples]
+    slots = sum(len(microbatch) for microbatch in plan.rows)
+    forwarded = sum(lengths)
+    metrics.add("batch/forwarded_tokens_per_step", forwarded)
+    metrics.add("batch/trained_tokens_per_step", sum(trained))
+    metrics.add("batch/samples_per_step", len(samples))
+    metrics.add("batch/groups_per_step", len({sample.group for sample in samples}))
+    metrics.add("batch/microbatches_per_step", len(plan.rows))
+    metrics.add("batch/masked_token_frac", forwarded - sum(trained), forwarded)
+    metrics.add("batch/samples_per_row", len(samples), slots)
+    metrics.add("batch/row_tokens_mean", forwarded, slots)
+    metrics.add("batch/pad_frac", 0, forwarded)
+    if token_budget is not None:
+        metrics.add("batch/row_fill_frac", forwarded, slots * token_budget)
+    for microbatch in plan.rows:
+        loads = [sum(attention_cost(lengths[i]) for i in row) for row in microbatch]
+        for row in microbatch:
+            metrics.add("batch/row_tokens_max", sum(lengths[i] for i in row))
+        if sum(loads):
+            metrics.add("batch/row_imbalance", max(loads) * len(loads) / sum(loads))
+    metrics.add("sample/forwarded_tokens_mean", forwarded, len(samples))
+    metrics.add("sample/forwarded_tokens_max", max(lengths))
+    metrics.add("sample/trained_tokens_mean", sum(trained), len(samples))
+    metrics.add("sample/time_in_queue_s", sum(now - sample.queued_at for sample in samples), len(samples))
+    if generates:
+        staleness = [train_version - sample.version_min for sample in samples]
+        metrics.add("sample/staleness_mean", sum(staleness), len(samples))
+        metrics.add("sample/staleness_max", max(staleness))
+
+
+def rollout_rows(group: RolloutGroup, outcome: str) -> list[dict[str, Any]]:
+    """One row of the rollouts table per rollout; NaN rewards become None, because the rows travel as JSON."""
+    advantages = group.advantages if group.advantages is not None else np.zeros(len(group.rollouts))
+    return [
+        {
+            "epoch": group.prompt.epoch,
+            "row": group.prompt.row,
+            "prompt": "\n".join(str(message.get("content")) for message in group.prompt.messages),
+            "completion": "".join(str(message.get("content")) for message in rollout.completion),
+            "reward": None if math.isnan(rollout.reward) else rollout.reward,
+            **{f"rewards/{name}": value for name, value in rollout.rewards.items()},
+            "advantage": float(advantage),
+            "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
+            "finish_reason": rollout.turns[-1].finish_reason if rollout.turns else None,
+            "version": max((span.version for turn in rollout.turns for span in turn.spans), default=None),
+            "outcome": outcome,
+        }
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+    ]

@@ -1,0 +1,232 @@
+"""The trainer's side of the rollout process: a `StepSource`.
+
+    RolloutProcess ══ socket pair ══▶ trainers.rollouts.main      (one request open at most; answers come in order)
+
+The child gets no GPU and no rank variables. Its death is seen as the end of the socket, or by looking at the process once a
+second; either raises `RolloutProcessDied` with how it died. A child that says nothing for `rollout_worker_timeout` seconds
+raises `NoProgress`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainers import errors
+from trainers.config import TrainerConfig
+from trainers.errors import NoProgress, RolloutError, RolloutProcessDied
+from trainers.packing import step_from_wire
+from trainers.rollouts.channel import Channel, Message
+from trainers.rollouts.payload import Payload, write_payload
+from trainers.step_source import SourceInfo
+from trainers.types import Step
+
+_POLL_S = 1.0
+_CLOSE_S = 5.0
+_DROPPED_ENV = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+)
+_DROPPED_ENV += ("GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_DROPPED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "ACCELERATE_", "FSDP_")
+
+
+def child_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The trainer's environment without devices, ranks and launcher variables."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in _DROPPED_ENV and not name.startswith(_DROPPED_PREFIXES)
+    }
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """A hook for the forked child that asks Linux to kill it with its parent.
+
+    The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return None
+    libc = ctypes.CDLL(None)  # looked up before the fork
+    return lambda: libc.prctl(1, signal.SIGKILL) and None
+
+
+class RolloutProcess:
+    """Starts and talks to one rollout process. Used by one thread of trainer rank 0.
+
+    Args:
+        config: of the run; the server's key travels in the environment (`VLLM_API_KEY`), never in a file.
+        payload: Python objects that a config cannot name.
+    """
+
+    def __init__(self, config: TrainerConfig, payload: Payload | None = None) -> None:
+        self._config, self._payload = config, payload
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._directory: Path | None = None
+        self._requested: tuple[int, int] | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._doing = "starting"
+        self._early: Message | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
+        assert self._process is None, "started twice"
+        self._directory = Path(tempfile.mkdtemp(prefix="loopwright-rollouts-"))  # mode 0700
+        config_file = self._directory / "config.json"
+        config_file.write_text(json.dumps(self._config.model_dump(mode="json")))
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "trainers.rollouts.main", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command.append(str(config_file))
+        if self._payload is not None:
+            command.append(str(write_payload(self._payload, self._directory)))
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=child_environment(dict(os.environ)),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_die_with_parent(),
+            )
+        self._channel = Channel(ours)
+        self._send(
+            "start",
+            resume_dir=str(resume_dir.resolve()) if resume_dir is not None else None,
+            version=version,
+            world_size=world_size,
+            resume_step=resume_step,
+        )
+        return SourceInfo(**self._receive("info").fields)
+
+    def request_step(self, index: int, train_version: int) -> None:
+        assert self._requested is None, f"step {index} asked for while {self._requested} is open"
+        self._requested = (index, train_version)
+        self._send("request", index=index, train_version=train_version)
+
+    def next_step(self, index: int, train_version: int) -> Step | None:
+        if self._requested is None:
+            self.request_step(index, train_version)
+        assert self._requested == (index, train_version), f"open request {self._requested}, asked for {(index, train_version)}"
+        self._send("waiting")
+        message = self._receive("step")
+        self._requested = None
+        self._rows += [{"step": index, **row} for row in message.fields["rows"]]
+        fields = message.fields["step"]
+        return None if fields is None else step_from_wire(fields, message.arrays)
+
+    def committed(self, index: int) -> None:
+        self._send("committed", index=index)
+
+    def synced(self, version: int) -> None:
+        self._send("synced", version=version)
+
+    def snapshot(self, directory: Path) -> dict[str, Any]:
+        self._send("snapshot", directory=str(directory.resolve()))
+        return self._receive("snapshot").fields["state"]
+
+    def drain_rollouts(self) -> list[dict[str, Any]]:
+        rows, self._rows = self._rows, []
+        return rows
+
+    def close(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it may be gone already
+                self._channel.send(Message("close"))
+            self._channel.close()
+            self._channel = None
+        if self._process is not None and self._process.poll() is None:
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # Transport
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        assert self._channel is not None, f"{kind} before start() or after close()"
+        try:
+            self._channel.send(Message(kind, fields))
+        except (BrokenPipeError, ConnectionResetError):
+            self._raise_last_words()
+
+    def _raise_last_words(self) -> None:
+        """It is gone; if it said why before, raise that."""
+        assert self._channel is not None
+        try:
+            while self._channel.wait(0):
+                self._check(self._channel.recv())
+        except EOFError:
+            pass
+        raise self._died()
+
+    def _receive(self, kind: str) -> Message:
+        """The next message of this kind. A step that arrives while a snapshot is awaited is kept for `next_step`."""
+        assert self._channel is not None and self._process is not None
+        if kind == "step" and self._early is not None:
+            message, self._early = self._early, None
+            return message
+        heard = time.monotonic()
+        while True:
+            if not self._channel.wait(_POLL_S):
+                if self._process.poll() is not None and not self._channel.wait(0):
+                    raise self._died()
+                silent_s = time.monotonic() - heard
+                if silent_s > self._config.rollout_worker_timeout:
+                    raise NoProgress(f"the rollout process has said nothing for {silent_s:.0f} s; it was: {self._doing}")
+                continue
+            try:
+                message = self._channel.recv()
+            except EOFError:
+                raise self._died() from None
+            heard = time.monotonic()
+            self._check(message)
+            if message.type == kind:
+                return message
+            if message.type == "step":
+                self._early = message
+            elif message.type == "alive":
+                self._doing = message.fields["doing"]
+
+    def _check(self, message: Message) -> None:
+        if message.type != "error":
+            return
+        fields = message.fields
+        known = getattr(errors, fields["class"], None) or {"TypeError": TypeError}.get(fields["class"])
+        if isinstance(known, type) and issubclass(known, Exception):
+            raise known(fields["message"])
+        raise RolloutError(f"{fields['class']} in the rollout process: {fields['message']}\n{fields['traceback']}")
+
+    def _died(self) -> RolloutProcessDied:
+        assert self._process is not None
+        try:
+            code = self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return RolloutProcessDied(f"the rollout process (pid {self._process.pid}) closed its channel and hangs")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return RolloutProcessDied(f"the rollout process (pid {self._process.pid}) {how}; it was: {self._doing}")
