@@ -4,7 +4,7 @@
                                      └─▶ rank_zero(fn): runs on rank 0, every rank gets the result or the error
 
 Two groups: the default one carries tensors (NCCL on GPUs, gloo on CPU), `control` is always gloo and carries Python objects.
-What only rank 0 does (HTTP, the rollout process, files) goes through `rank_zero`, so that its failure is everyone's failure and no
+What only rank 0 does (HTTP, the rollout process, files) goes through `rank_zero`: its failure is everyone's failure and no
 rank is left waiting in a collective.
 """
 

@@ -27,7 +27,7 @@ from transformers import TrainerCallback, TrainingArguments
 from trainers import optim, perf
 from trainers.algorithms import Algorithm, LossInputs
 from trainers.batch import PackedBatch
-from trainers.callbacks import Callbacks, MetricSink, PrintSink
+from trainers.callbacks import Callbacks, MetricSink, Patience, PrintSink
 from trainers.checkpoint import Checkpointer
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks
@@ -88,8 +88,9 @@ class TrainLoop:
         args = args or optim.training_arguments(config, ranks.device)
         self.optimizer = optimizers[0] or optim.build_optimizer(policy, args)
         self.scheduler = optimizers[1] or optim.build_scheduler(config, self.optimizer)
+        patience = [Patience(config.eval.every, config.eval.patience)] if config.eval and config.eval.patience else []
         self.callbacks = Callbacks(
-            list(callbacks or []),
+            [*patience, *(callbacks or [])],
             args,
             ranks,
             model=policy.model,
@@ -153,6 +154,7 @@ class TrainLoop:
             saved, loop_state = self.checkpointer.restore(resume)
             for name in ("global_step", "epoch", "log_history", "num_input_tokens_seen", "total_flos"):
                 setattr(state, name, getattr(saved, name))
+            state.best_metric, state.best_global_step = saved.best_metric, saved.best_global_step
             self.version, self.totals = loop_state["version"], loop_state["totals"]
             self.last_saved, self.last_logged = (state.global_step, resume), state.global_step
             logger.info("resumed from %s at step %d, policy version %d", resume, state.global_step, self.version)
