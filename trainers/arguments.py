@@ -1,0 +1,130 @@
+"""`TrainingArguments` dataclasses made from the pydantic configs, for scripts that train with a Python class.
+
+    GRPOConfig (pydantic) ── arguments_from ──▶ AsyncGRPOConfig (dataclass, TrainingArguments) ── to_config ──▶ GRPOConfig
+
+The pydantic model stays the one place where a field, its default and its check are written. The dataclass adds what scripts
+expect: it is a `TrainingArguments`, may be subclassed with `@dataclass`, and works with `HfArgumentParser`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cached_property
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+from transformers import TrainingArguments
+
+from trainers.config import CallableSpec, GRPOConfig, TrainerConfig
+from trainers.errors import ConfigError
+from trainers.rollouts.payload import in_rollout_process
+from trainers.training_arguments import FIXED, REFUSED
+
+# What the trainer class is given as arguments of its own.
+_GIVEN_APART = ("type", "model", "dataset", "reward_funcs")
+_TRAINING_FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+class ArgumentsBase(TrainingArguments):
+    """What every class made by `arguments_from` can do. `config_class` is the pydantic model it came from."""
+
+    config_class: type[TrainerConfig]
+
+    def __post_init__(self) -> None:
+        self._refuse()
+        if in_rollout_process():
+            return  # a script imported for its reward functions: no devices to set up, nothing to check twice
+        raw = {name: getattr(self, name) for name in (*REFUSED, "bf16")}
+        self.bf16 = False  # transformers refuses bfloat16 without a GPU; here the CPU can do it
+        super().__post_init__()
+        for name, value in raw.items():
+            setattr(self, name, value)  # as given, so that `dataclasses.replace` sees defaults as defaults
+        if self.bf16 is None:
+            self.bf16 = torch.cuda.is_available()
+        if isinstance(self.eval, BaseModel):
+            self.eval = self.eval.model_dump(exclude_unset=True)
+        for name, value in self._from_eval().items():
+            setattr(self, name, value)
+        placeholders = [CallableSpec(path="rewards:any")] * len(getattr(self, "reward_weights", None) or [])
+        self.to_config(model="-", dataset={"path": "-"}, reward_funcs=placeholders)
+
+    def to_config(self, **given: Any) -> Any:
+        """The pydantic config: these arguments and what the trainer class was `given` (model, dataset, reward_funcs).
+
+        Raises:
+            ConfigError: one line per field with a value it cannot have.
+        """
+        values: dict[str, Any] = {}
+        for name in self.config_class.model_fields:
+            if name not in _GIVEN_APART:
+                value = getattr(self, name)
+                values[name] = getattr(value, "value", value)  # enums of transformers
+        try:
+            return self.config_class.model_validate({**values, **given})
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+    def _refuse(self) -> None:
+        """Raises `ConfigError` for a refused field that is not at its default, with the reason and what to write instead."""
+        derived = self._from_eval()
+        for name, reason in REFUSED.items():
+            field = _TRAINING_FIELDS.get(name)
+            if field is None:  # another version of transformers has it
+                continue
+            value, default = getattr(self, name), FIXED.get(name, _default(field))
+            if value is False and default == "no":
+                continue  # the spelling of HfArgumentParser
+            if value != default and value != derived.get(name, default):
+                raise ConfigError(f"{type(self).__name__}({name}={value!r}) cannot be used: {reason}")
+
+    def _from_eval(self) -> dict[str, Any]:
+        """What transformers' flow of events reads for `eval.every`."""
+        every = self.eval.every if isinstance(self.eval, BaseModel) else (self.eval or {}).get("every", 0)
+        return {"eval_strategy": "steps", "eval_steps": every, "do_eval": True} if every else {}
+
+    # Transformers would start a process group and take devices here; ranks and devices are `trainers.distributed`'s.
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        self.distributed_state = None
+        self._n_gpu = int(torch.cuda.is_available())
+        return torch.device("cuda", self.local_process_index) if self._n_gpu else torch.device("cpu")
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", 0))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def arguments_from(config: type[TrainerConfig], name: str, module: str) -> Any:
+    """A `TrainingArguments` dataclass with the fields and defaults of `config`, importable as `module.name`."""
+    changed = [
+        (field, type_, dataclasses.field(default=FIXED[field]))
+        for field, type_ in ((field, bool) for field in FIXED)
+        if field in _TRAINING_FIELDS
+    ]
+    own = [
+        (field, info.annotation, dataclasses.field(default=info.default, metadata={"help": info.description}))
+        for field, info in config.model_fields.items()
+        if field not in _GIVEN_APART
+    ]
+    own = [item if item[0] != "output_dir" else (*item[:2], dataclasses.field(default="trainer_output")) for item in own]
+    namespace = {"config_class": config, "__module__": module, "__doc__": f"Arguments of a run: {config.__doc__}"}
+    return dataclasses.make_dataclass(name, [*changed, *own], bases=(ArgumentsBase,), namespace=namespace, repr=False)
+
+
+AsyncGRPOConfig: Any = arguments_from(GRPOConfig, "AsyncGRPOConfig", __name__)
