@@ -63,6 +63,27 @@ class FlowCallback(DefaultFlowCallback):
         return control
 
 
+class Patience(TrainerCallback):
+    """Stops training once `patience` evaluations in a row brought no better `eval/accuracy`.
+
+    What it remembers is the state's `best_metric` and `best_global_step`, so a resumed run counts on. Every rank is given the
+    same metrics and so comes to the same end.
+    """
+
+    def __init__(self, every: int, patience: int) -> None:
+        self.steps = every * patience
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        accuracy = kwargs["metrics"].get("eval/accuracy")
+        if accuracy is not None and (state.best_metric is None or accuracy > state.best_metric):
+            state.best_metric, state.best_global_step = accuracy, state.global_step
+        elif state.best_global_step is not None and state.global_step - state.best_global_step >= self.steps:
+            control.should_training_stop = True
+        return control
+
+
 class Callbacks:
     """State, control and handler together. `control` flags are agreed between ranks, since what they ask for is collective."""
 

@@ -110,7 +110,18 @@ class EvalConfig(StrictModel):
     every: int = Field(
         0, ge=0, description="Evaluate every this many optimizer steps. 0 (default): before and after training only."
     )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="Stop once this many evaluations in a row brought no better accuracy; needs `every`. Default none: never.",
+    )
     max_completion_length: int | None = Field(None, ge=1, description="Tokens per completion. Default: the run's value.")
+
+    @model_validator(mode="after")
+    def _patience_has_evaluations(self) -> EvalConfig:
+        if self.patience is not None and not self.every:
+            raise ValueError("patience counts evaluations during training: set `every` to the steps between two of them")
+        return self
 
 
 class TrainerConfig(StrictModel):
