@@ -120,18 +120,15 @@ class StepEngine:
 
     async def step(self, index: int, train_version: int) -> Step | None:
         """Plan and pack step `index`; waits for samples. None: the data is finished."""
-        assert self._request is None, f"step {index} asked for while {self._request and self._request.index} is open"
+        assert self._request is None, f"step {index} asked for while one is open"
         assert index == self._next_index, f"step {index} asked for, {self._next_index} is next"
         if self._error is not None:
             raise self._error
         rows = self.config.gradient_accumulation_steps
         planner = StepPlanner(rows, self._world_size, self.token_budget, self.config.per_device_train_batch_size)
-        self._request = _Request(index, train_version, planner, asyncio.get_running_loop().create_future())
+        request = self._request = _Request(index, train_version, planner, asyncio.get_running_loop().create_future())
         self._next_version = train_version
         self._advance()
-        return await self._request_result(self._request)
-
-    async def _request_result(self, request: _Request) -> Step | None:
         try:
             return await request.future
         finally:
