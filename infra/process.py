@@ -43,6 +43,7 @@ class Supervised:
     pid: int
     pid_start: float
     supervisor_pid: int
+    log_start: int = 0  # size of the log before this start
     returncode: int | None = None
     reason: str = ""
     _supervisor: subprocess.Popen[bytes] = field(repr=False, default=None)  # type: ignore[assignment]
@@ -66,6 +67,7 @@ class Supervised:
         """
         log_path = Path(log).absolute()
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_start = log_path.stat().st_size if log_path.exists() else 0
         handle, status_name = tempfile.mkstemp(dir=log_path.parent, prefix=".status-", suffix=".json")
         os.close(handle)
         owner_pid, owner_start = owner or current_owner()
@@ -95,7 +97,16 @@ class Supervised:
             process.wait()
             status_path.unlink(missing_ok=True)
             raise OSError(status.get("reason") or f"the supervisor of {command[0]} ended with code {process.returncode}")
-        return cls(lease, log_path, status_path, status["pid"], status["pid_start"] or 0.0, process.pid, _supervisor=process)
+        return cls(
+            lease=lease,
+            log_path=log_path,
+            status_path=status_path,
+            pid=status["pid"],
+            pid_start=status["pid_start"] or 0.0,
+            supervisor_pid=process.pid,
+            log_start=log_start,
+            _supervisor=process,
+        )
 
     def poll(self) -> int | None:
         """The return code once the command and all it started are gone, else None."""
@@ -139,9 +150,9 @@ class Supervised:
         return _describe(code) + (f" ({self.reason})" if self.reason else "")
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the log, at most 64 KiB."""
+        """The last lines this start has logged, at most 64 KiB."""
         with self.log_path.open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - 65536, 0))
+            file.seek(max(file.seek(0, os.SEEK_END) - 65536, self.log_start))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 

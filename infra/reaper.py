@@ -43,9 +43,11 @@ def owner_alive(owner: Owner) -> bool:
 def reap(registry: Registry) -> ReapReport:
     """One pass over this machine's leases and the unfinished runs."""
     report = ReapReport()
-    for lease in registry.list_leases(host=socket.gethostname()):
-        if (why := _why_dead(lease)) is not None:
-            _reap_lease(registry, lease, why, report)
+    dead = [(lease, why) for lease in registry.list_leases(host=socket.gethostname()) if (why := _why_dead(lease)) is not None]
+    # Kill all before any row is freed: a server's processes carry its port's mark and hold its GPUs.
+    freed = [(lease, why) for lease, why in dead if _kill(lease, report)]
+    for lease, why in freed:
+        _free(registry, lease, why, report)
     for run in registry.list_runs():
         if run.status in UNFINISHED and run.owner is not None and not owner_alive(run.owner):
             _fail_run(registry, run.id, run.owner, report)
@@ -62,14 +64,17 @@ def _why_dead(lease: LeaseRow) -> str | None:
     return None
 
 
-def _reap_lease(registry: Registry, lease: LeaseRow, why: str, report: ReapReport) -> None:
+def _kill(lease: LeaseRow, report: ReapReport) -> bool:
     try:
-        killed = kill_marked(lease.id)
+        report.killed += kill_marked(lease.id)
     except TimeoutError as error:
         # The row stays: a process that cannot be killed still uses the resource.
         logger.error("lease %s %s cannot be freed: %s", lease.kind, lease.resource, error)
-        return
-    report.killed += killed
+        return False
+    return True
+
+
+def _free(registry: Registry, lease: LeaseRow, why: str, report: ReapReport) -> None:
     for server in registry.list_servers(running=True):
         if server.lease_id == lease.id:
             registry.end_server(server.id, f"reaped: {why}")

@@ -1,0 +1,76 @@
+"""`loopwright serve MODEL`: one server in the foreground, set up as a run would set up its student."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from infra.errors import InfraError
+from infra.leases import LeaseManager
+from infra.registry import Registry
+from infra.vllm import ServerSpec, start_server
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m infra.vllm", description="vLLM servers set up for Loopwright.")
+    serve = top.add_subparsers(required=True, metavar="serve").add_parser(
+        "serve", help="serve a model in the foreground", description=__doc__
+    )
+    serve.add_argument("model", help="folder of a model, or a hub id")
+    serve.add_argument("--port", type=int, help="port to listen on (default: a free one)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--name", default="serve", help="names the log folder (default: serve)")
+    serve.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
+    serve.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over (default: 1)")
+    serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
+    serve.add_argument("--dtype", help="default: float32 on CPU, bfloat16 on GPU")
+    serve.add_argument("--python", help="interpreter that has vLLM (default: this one)")
+    serve.add_argument("--weight-dir", action="append", default=[], help="folder weight updates may come from; repeatable")
+    serve.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM, after --")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 after Ctrl-C or SIGTERM, 1 when the server ended by itself, 2 when it could not be started."""
+    options = parser().parse_args(arguments)
+    spec = ServerSpec(
+        model=options.model,
+        name=options.name,
+        python=options.python,
+        device=options.device,
+        tensor_parallel_size=options.tensor_parallel_size,
+        max_model_len=options.max_model_len,
+        dtype=options.dtype,
+        extra_args=tuple(options.extra),
+        weight_dirs=tuple(options.weight_dir),
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _serve(spec, options)
+    except KeyboardInterrupt:
+        return 0
+    except InfraError as error:
+        print(f"loopwright serve: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(spec: ServerSpec, options: argparse.Namespace) -> int:
+    given = os.environ.get("VLLM_API_KEY")
+    with LeaseManager(Registry()) as leases:
+        gpus = leases.lease_gpus(spec.tensor_parallel_size if spec.resolved_device == "cuda" else 0)
+        port = leases.lease_port(port=options.port, host=options.host)
+        server = start_server(spec, port, gpus.devices, key=given)
+        try:
+            print(f"log: {server.log_path}", flush=True)
+            if not given:
+                print(f"export VLLM_API_KEY={server.api_key}", flush=True)
+            server.wait_ready(on_progress=lambda line: print(line, flush=True))
+            print(f"ready at {server.url} (Ctrl-C ends it)", flush=True)
+            code = server.process.wait()
+            print(f"the server ended: {server.describe_exit()}\n{server.process.log_tail(10)}", file=sys.stderr)
+            return 1 if code else 0
+        finally:
+            server.stop()
