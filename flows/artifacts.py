@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -21,17 +22,27 @@ from prefect.artifacts import (
 log = logging.getLogger(__name__)
 
 
-def quietly(action: Callable[[], Any]) -> Any:
-    """The action's result; None, with a line in the log, if Prefect does not take it."""
+def quietly(action: Callable[[], Any], whom: str = "Prefect") -> Any:
+    """The action's result; None, with a line in the log, if it fails."""
     try:
         return action()
-    except Exception as error:  # whatever the client raises when the API is away
-        log.warning("Prefect did not take an artifact: %s", error)
+    except Exception as error:  # whatever a client raises when its server is away
+        log.warning("%s did not take it: %s: %s", whom, type(error).__name__, error)
         return None
 
 
-def link(key: str, url: str, text: str, description: str) -> None:
-    quietly(lambda: create_link_artifact(key=key, link=url, link_text=text, description=description))
+def mlflow_link(page: str | None, uri: str, run_id: str) -> None:
+    """A link to the MLflow run; without a server to link to, where it is stored."""
+    if page is None:
+        text = f"MLflow run `{run_id}` in `{uri}`; `loopwright up` serves the store of the Loopwright home."
+        markdown("mlflow-run", text, "MLflow run")
+    else:
+        quietly(lambda: create_link_artifact(key="mlflow-run", link=page, link_text="MLflow run", description="Metrics"))
+
+
+def checkpoint_link(path: str, step: int) -> None:
+    url, text = Path(path).as_uri(), f"checkpoint of step {step}"
+    quietly(lambda: create_link_artifact(key="checkpoint", link=url, link_text=text, description=path))
 
 
 def servers_table(rows: list[dict[str, Any]]) -> None:

@@ -226,7 +226,8 @@ def trainer_fields(config: RunConfig, output_dir: Path) -> dict[str, Any]:
 
 def _resolve_all_but_kwargs(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: item if name in ("kwargs", "model_init_kwargs") else _resolve_all_but_kwargs(item) for name, item in value.items()}
+        kept = ("kwargs", "model_init_kwargs")
+        return {name: item if name in kept else _resolve_all_but_kwargs(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolve_all_but_kwargs(item) for item in value]
     return resolve(value)

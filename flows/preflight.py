@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.config import GRPORunConfig, RunConfig, ServerConfig
+from flows.config import GRPORunConfig, RunConfig
 from flows.config_file import ConfigErrors
 from trainers.config import CallableSpec, DatasetConfig
 from trainers.errors import LoopwrightError
@@ -48,7 +48,7 @@ def preflight(config: RunConfig) -> None:
         if config.type == "sft" and config.eval.reward_func is None:
             lines.append("eval.reward_func: is required for a supervised run, which has no reward functions to score with")
     if isinstance(config, GRPORunConfig):
-        lines.extend(check_server("servers.student", config.servers.student, config))
+        lines.extend(check_server("servers.student", config))
     if lines:
         raise (RewardTypeError if lambdas else ConfigErrors)(lines)
 
@@ -116,16 +116,23 @@ def check_storage(folder: Path) -> Iterator[str]:
         yield f"storage.uri: {folder} cannot be written to"
 
 
-def check_server(name: str, server: ServerConfig, config: GRPORunConfig) -> Iterator[str]:
+def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
     """A server given by URL is up and can do what the run needs."""
+    server = config.servers.student
     if server.url is None:
         return
-    from infra.vllm import probe
+    from flows.student import needs
+    from infra.errors import InfraError
+    from infra.vllm import lacking, probe
 
+    url = resolve(server.url)
     try:
-        probe(resolve(server.url), os.environ.get(server.api_key_env))
-    except Exception as error:
+        missing = lacking(probe(url, os.environ.get(server.api_key_env)), needs(config))
+    except InfraError as error:
         yield f"{name}.url: {_first_line(error)}"
+        return
+    for line in missing:
+        yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
 
 
 def _reward_specs(config: RunConfig) -> Iterator[tuple[str, CallableSpec]]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 from datetime import datetime
 from typing import Any
 
 from flows.config import RUN_CONFIGS, RunConfig, changed_fields
-from infra.process import alive
+from infra.reaper import owner_alive
 from infra.registry import Owner, Registry, RunExists, RunRow
 from trainers.errors import ConfigError
 
@@ -25,11 +24,6 @@ class RunRefused(ConfigError):
     """A run of this name cannot be started or resumed now."""
 
 
-def owner_alive(owner: Owner) -> bool:
-    """True unless the owner ran on this machine and is gone; another machine's processes are for that machine to judge."""
-    return owner.host != socket.gethostname() or alive(owner.pid, owner.start_time)
-
-
 def new_name(kind: str) -> str:
     return f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
@@ -37,6 +31,14 @@ def new_name(kind: str) -> str:
 def plain_name(text: str) -> str:
     """`text` with what a run's name may not contain replaced."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.") or "run"
+
+
+def named(registry: Registry, config: RunConfig, flow_run_id: str | None, fallback: str) -> RunConfig:
+    """`config` with a name: its own, else that of the run `flow_run_id` belongs to (a retry), else made from `fallback`."""
+    if config.name is not None:
+        return config
+    known = next((run for run in registry.list_runs() if flow_run_id and run.prefect_flow_run_id == flow_run_id), None)
+    return config.model_copy(update={"name": known.name if known else plain_name(fallback)})
 
 
 def check_startable(registry: Registry, config: RunConfig) -> RunRow | None:
@@ -88,11 +90,6 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         config=stored(config),
     )
     return row, known is not None
-
-
-def run_of_flow_run(registry: Registry, flow_run_id: str) -> RunRow | None:
-    """The run that a Prefect flow run belongs to: set when it is retried."""
-    return next((run for run in registry.list_runs() if run.prefect_flow_run_id == flow_run_id), None)
 
 
 def stored(config: RunConfig) -> dict[str, Any]:

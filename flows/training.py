@@ -5,7 +5,7 @@
     └── backoff ◀── policy ┴─▶ RunFailed(failure class, cause)
 
 Invariants: an attempt is closed in the registry before the next one starts; of the flow and the trainer the one that knows
-the cause first writes it; nothing that was started here is left running when `train` returns or raises.
+the cause first writes it; nothing that was started here is left running when `train_to_the_end` returns or raises.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flows.config import RetryConfig, RunConfig
+from infra.errors import InfraError
+from infra.leases import LeaseManager
 from infra.process import Supervised
 from infra.registry import Registry, RunRow
 from trainers.errors import FailureClass, LoopwrightError
@@ -62,6 +64,14 @@ class Servers(Protocol):
         """Environment variables for the trainer: the servers' key."""
         ...
 
+    def rows(self) -> list[dict[str, Any]]:
+        """What to show of each server."""
+        ...
+
+    def stop(self) -> None:
+        """Stop what was started; harmless when there is nothing."""
+        ...
+
 
 class NoServers:
     """For algorithms that generate nothing."""
@@ -77,6 +87,12 @@ class NoServers:
 
     def environment(self) -> dict[str, str]:
         return {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return []
+
+    def stop(self) -> None:
+        return
 
 
 @dataclass
@@ -96,9 +112,11 @@ class TrainerJob:
     run: RunRow
     config: RunConfig
     servers: Servers
+    leases: LeaseManager
     fields: dict[str, Any]  # `flows.config.trainer_fields`
     tracking_uri: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = (sys.executable, "-m", "trainers.main")
     deadline: float | None = None  # time.monotonic() at which limits.wall_clock_s is used up
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
 
@@ -108,13 +126,13 @@ class TrainerJob:
         return Path(self.run.output_dir)
 
 
-def train(job: TrainerJob) -> None:
+def train_to_the_end(job: TrainerJob) -> None:
     """Run attempts until one finishes.
 
     Raises:
         RunFailed: the retry policy is used up, or the wall clock.
     """
-    failures: Counter[str] = Counter()
+    policy = Policy(job.config.retry)
     while True:
         attempt = job.registry.start_attempt(job.run.id).number
         try:
@@ -126,15 +144,51 @@ def train(job: TrainerJob) -> None:
             job.registry.end_attempt(job.run.id, attempt, "FINISHED")
             return
         job.registry.end_attempt(job.run.id, attempt, "FAILED", outcome.failure, outcome.cause, outcome.traceback)
-        failures[outcome.failure] += 1
-        pause = backoff_s(job.config.retry, outcome.failure, failures[outcome.failure])
-        if pause is None or _time_left(job) <= pause:
+        policy.wait(outcome, f"attempt {attempt}", _time_left(job))
+
+
+def serve(servers: Servers, retry: RetryConfig) -> None:
+    """Servers up and able, tried again by policy.
+
+    Raises:
+        RunFailed: the retry policy is used up.
+    """
+    policy = Policy(retry)
+    while True:
+        try:
+            servers.ensure()
+            return
+        except (InfraError, LoopwrightError) as error:
+            policy.wait(Outcome(failure_of(error), str(error)), "start of the servers")
+
+
+class Policy:
+    """Counts failures by class and waits between attempts, or gives up."""
+
+    def __init__(self, retry: RetryConfig) -> None:
+        self._retry = retry
+        self._failures: Counter[str] = Counter()
+
+    def wait(self, outcome: Outcome, what: str, time_left_s: float = float("inf")) -> None:
+        """Returns when it is time to try again.
+
+        Raises:
+            RunFailed: with the outcome, when its class has used up its tries or no time is left.
+        """
+        assert outcome.failure is not None
+        self._failures[outcome.failure] += 1
+        pause = backoff_s(self._retry, outcome.failure, self._failures[outcome.failure])
+        if pause is None or time_left_s <= pause:
             raise RunFailed(outcome.failure, outcome.cause, outcome.traceback)
-        print(
-            f"attempt {attempt} failed ({outcome.failure}): {outcome.cause.splitlines()[0]}; resuming in {pause:.0f} s",
-            flush=True,
-        )
+        cause = outcome.cause.splitlines()[0]
+        print(f"{what} failed ({outcome.failure}): {cause}; going on in {pause:.0f} s", flush=True)
         time.sleep(pause)
+
+
+def failure_of(error: BaseException) -> FailureClass:
+    """The retry policy's class of an exception; what nobody foresaw counts as the user's, so that it is not repeated."""
+    failure = getattr(error, "failure_class", "user")
+    return failure if failure in RetryConfig.model_fields else "user"
 
 
 def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:
@@ -147,17 +201,18 @@ def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float |
 def _attempt(job: TrainerJob, attempt: int) -> Outcome:
     try:
         job.servers.ensure()
-    except LoopwrightError as error:
-        return Outcome(error.failure_class, str(error))
+    except (InfraError, LoopwrightError) as error:
+        return Outcome(failure_of(error), str(error))
     log = job.folder / "logs" / f"trainer-{attempt}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    trainer = Supervised.start(
-        command(job, attempt), env=environment(job), log=log, lease=f"{job.run.id}-{attempt}", grace_s=STOP_GRACE_S
-    )
+    lease = job.leases.lease_process(f"trainer of {job.run.name}", job.run.id)
     try:
-        return _watch(job, attempt, trainer)
+        trainer = Supervised.start(command(job, attempt), env=environment(job), log=log, lease=lease.id, grace_s=STOP_GRACE_S)
+        try:
+            return _watch(job, attempt, trainer)
+        finally:
+            trainer.stop()
     finally:
-        trainer.stop()
+        job.leases.release(lease)
 
 
 def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
@@ -187,7 +242,8 @@ def _exit_outcome(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome
     if row.ended_at is not None and row.status == "FAILED":
         return Outcome(row.failure_class or "user", row.cause or "the trainer gave no cause", row.traceback)  # type: ignore[arg-type]
     tail = trainer.log_tail()
-    killed = (trainer.returncode or 0) < 0 or re.search(r"exitcode\s*:\s*-\d+", tail)  # torchrun's own exit code is 1
+    # 143: it was asked to stop, and not by this flow. torchrun's own exit code is 1 whatever a rank died of.
+    killed = (trainer.returncode or 0) < 0 or trainer.returncode == 143 or re.search(r"exitcode\s*:\s*-\d+", tail)
     how = f"the trainer ended: {trainer.describe_exit()}"
     return Outcome("infrastructure" if killed else "user", f"{how}\nend of {trainer.log_path}:\n{tail}", tail)
 
@@ -212,11 +268,9 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
     if job.config.trainer.ranks == 1:
-        return [sys.executable, "-m", "trainers.main", str(path)]
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
-        f"--nproc-per-node={job.config.trainer.ranks}", sys.executable, "-m", "trainers.main", str(path),
-    ]  # fmt: skip
+        return [*job.program, str(path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    return [*torchrun, f"--nproc-per-node={job.config.trainer.ranks}", *job.program, str(path)]
 
 
 def environment(job: TrainerJob) -> dict[str, str]:

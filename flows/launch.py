@@ -1,0 +1,45 @@
+"""How the CLI runs a flow: in this process, on the API of `loopwright up` or a Prefect server of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from flows import prefect_api
+from flows.config import GRPORunConfig, RunConfig
+from flows.preflight import preflight
+from flows.runs import check_startable, new_name
+from infra.registry import Registry
+
+
+def launch(config: RunConfig) -> dict[str, Any]:
+    """Run the flow of `config` to its end; its result.
+
+    Raises:
+        LoopwrightError: the run was refused or failed.
+    """
+    if config.name is None:
+        config = config.model_copy(update={"name": new_name(config.type)})
+    check_startable(Registry(), config)
+    preflight(config)  # again in the flow; here it saves the user the wait for Prefect
+    with prefect_api.api() as url:
+        from flows.grpo import train_grpo
+        from flows.sft import train_sft
+
+        click.echo(f"run {config.name}; Prefect at {url.removesuffix('/api')}")
+        chosen = train_grpo if isinstance(config, GRPORunConfig) else train_sft
+        try:
+            result = chosen.with_options(flow_run_name=config.name)(config)
+        finally:
+            _flush_logs()
+    assert isinstance(result, dict), result
+    click.echo("\n".join(f"{name}: {value}" for name, value in result.items()))
+    return result
+
+
+def _flush_logs() -> None:
+    """What the flow logged reaches Prefect while its server is still there."""
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler.flush()

@@ -1,0 +1,152 @@
+"""The steps every training flow takes, as Prefect tasks, and the order they are taken in.
+
+    preflight ─▶ open run ─▶ lease ─▶ serve ─▶ train ─▶ evaluate ─▶ register ─▶ release
+                                └── any failure, kill or cancellation ────────────▶ release
+
+Side effects are never taken from a cache (NO_CACHE). What a retry must not do again is a finished *stage* in the registry:
+that holds over processes, flow runs and machines, and survives a kill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Failed, State
+
+from flows import artifacts
+from flows.config import GRPORunConfig, RunConfig
+from flows.evaluation import evaluate_model
+from flows.experiment import Experiment
+from flows.preflight import preflight
+from flows.reaping import reap_all
+from flows.runs import named, open_run
+from flows.student import Student
+from flows.training import RunFailed, train_to_the_end
+from flows.training import serve as start_servers
+from infra.registry import Registry
+from infra.tracking import register_model
+from trainers.errors import ConfigError
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def lease(experiment: Experiment) -> None:
+    """Devices for server and trainer, for as long as the run takes."""
+    config = experiment.config
+    if isinstance(config, GRPORunConfig):
+        student = Student(config, experiment.run, experiment.registry, experiment.leases)
+        experiment.servers = student
+        student.lease()
+    experiment.lease_trainer_gpus()
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
+def serve(experiment: Experiment) -> None:
+    """Servers up, probed, and listed on the flow run's page. One that does not start is tried again by the retry policy."""
+    start_servers(experiment.servers, experiment.config.retry)
+    if rows := experiment.servers.rows():
+        artifacts.servers_table(rows)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
+def train(experiment: Experiment) -> dict[str, Any]:
+    """The trainer, resumed by policy, until it has finished."""
+    train_to_the_end(experiment.job())
+    checkpoints = experiment.registry.list_checkpoints(experiment.run.id)
+    if not checkpoints:
+        raise RunFailed("infrastructure", "the trainer finished without a checkpoint")
+    last = checkpoints[-1]
+    artifacts.checkpoint_link(last.path, last.step)
+    return {"step": last.step, "checkpoint": last.path}
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
+def evaluate(experiment: Experiment, model: str, step: int, served: bool) -> dict[str, Any]:
+    """Greedy accuracy of `model` on the held-out set. `served`: the server holds exactly these weights, so ask it."""
+    scores = evaluate_model(experiment, model, step, served)
+    print(f"accuracy {scores['accuracy']:.4f} at step {step}, {scores['scored']} problems")
+    return scores
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
+def register(experiment: Experiment, checkpoint: str, lineage: dict[str, Any]) -> dict[str, Any]:
+    """The trained model in MLflow's model registry, under the run's name."""
+    name = experiment.run.name
+    version = register_model(experiment.folder, checkpoint, name, tags=lineage, **experiment.tracking_options())
+    if version is None:
+        print(f"MLflow is out of reach: model {name} is registered when the run's journal is sent")
+    return {"model": name, "version": version}
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def release(experiment: Experiment) -> None:
+    """Servers stopped, leases freed, the run given up."""
+    experiment.release()
+
+
+def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
+    """The body of a training flow: its result, or a Failed state whose message begins with the cause."""
+    registry = Registry()
+    print(reap_all(registry))
+    flow_run_id = str(runtime.flow_run.id)
+    try:
+        config = named(registry, config, flow_run_id, str(runtime.flow_run.name))
+        preflight(config)
+        run, resumed = open_run(registry, config, flow, flow_run_id)
+    except ConfigError as error:
+        return Failed(message=str(error), data=error)
+    experiment = Experiment(registry, config, run)
+    print(f"run {run.name} {'goes on' if resumed else 'starts'} in {run.output_dir}")
+    try:
+        result = _stages(experiment)
+        experiment.finish()
+        artifacts.markdown("result", _summary(experiment, result), f"Result of {run.name}")
+        return result
+    except Exception as error:
+        return Failed(message=experiment.fail(error), data=error)
+    except BaseException as error:
+        experiment.kill(f"stopped from outside ({type(error).__name__})")
+        raise
+    finally:
+        try:
+            release(experiment)
+        finally:
+            experiment.release()  # Prefect may refuse to run a task when it is away or the run is being ended
+
+
+def _stages(experiment: Experiment) -> dict[str, Any]:
+    """Every stage that is not done yet; all results together."""
+    config, result = experiment.config, {"run": experiment.run.name}
+    own_server = isinstance(config, GRPORunConfig) and config.servers.student.url is None
+    lease(experiment)
+    trained = experiment.stage("train")
+    trained_now = trained is None
+    if trained is None:
+        serve(experiment)
+        if config.eval is not None and experiment.stage("evaluate_before") is None and not experiment.has_checkpoint():
+            scores = evaluate(experiment, config.model, 0, served=own_server)
+            experiment.done("evaluate_before", {"accuracy_before": scores["accuracy"]})
+        trained = experiment.done("train", train(experiment))
+    if config.eval is not None:
+        result |= experiment.stage("evaluate_before") or {}
+        after = experiment.stage("evaluate")
+        if after is None:
+            # With rarer syncs the server may be some steps behind; after a resume it may hold anything.
+            served = trained_now and isinstance(config, GRPORunConfig) and config.weight_sync_steps == 1
+            scores = evaluate(experiment, trained["checkpoint"], trained["step"], served=served)
+            after = experiment.done("evaluate", {name: scores[name] for name in ("accuracy", "scored")})
+        result |= after
+    registered = experiment.stage("register")
+    if registered is None:
+        lineage = {"run": experiment.run.name, "base_model": config.model, **trained}
+        registered = experiment.done("register", register(experiment, trained["checkpoint"], lineage))
+    mlflow_run = experiment.registry.get_run(experiment.run.id).mlflow_run_id
+    return {**result, **trained, **registered, "mlflow_run": mlflow_run}
+
+
+def _summary(experiment: Experiment, result: dict[str, Any]) -> str:
+    progress = experiment.registry.get_run(experiment.run.id).progress
+    lines = [f"# {experiment.run.name}", "", artifacts.describe(progress), "", "| | |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in result.items() if value is not None]
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""Which Prefect API a process uses: the one the user names, the one of `loopwright up`, else one of its own.
+
+The embedded server is Prefect's own application, started here instead of through `PREFECT_SERVER_EPHEMERAL_ENABLED`: that
+one listens on an unleased port, has no UI, and outlives a caller that is killed; a supervised one does none of this. Several
+embedded servers may share the database in `<LOOPWRIGHT_HOME>/prefect`; only their start (migrations) is one at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from infra.home import home
+from infra.leases import LeaseManager, PortLease
+from infra.process import Supervised
+from infra.registry import Registry
+from trainers.errors import ServerError
+
+START_TIMEOUT_S = 180.0
+
+
+class PrefectServerError(ServerError):
+    """Prefect's server did not come up."""
+
+
+def settings(port: int) -> dict[str, str]:
+    """Prefect's settings for a server on this machine's `port`, and for its clients."""
+    folder = home() / "prefect"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    url = f"http://127.0.0.1:{port}"
+    return {
+        "PREFECT_HOME": str(folder),
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_UI_API_URL": f"{url}/api",
+        "PREFECT_SERVER_API_HOST": "127.0.0.1",
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def start_server(lease: PortLease) -> Supervised:
+    """A Prefect server with its UI on a leased loopback port, healthy. It ends with this process.
+
+    Raises:
+        PrefectServerError: it ended or was not healthy in time; the message has the end of its log.
+    """
+    environment = settings(lease.port)
+    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command += ["--host", "127.0.0.1", "--port", str(lease.port), "--log-level", "error", "--lifespan", "on"]
+    log = home() / "prefect" / f"server-{lease.port}.log"
+    with _start_lock():
+        process = Supervised.start(command, env={**os.environ, **environment}, log=log, lease=lease.id)
+        _wait_healthy(process, environment["PREFECT_API_URL"])
+    return process
+
+
+@contextmanager
+def api() -> Iterator[str]:
+    """Make this process use an API and yield its address. Must come before `prefect` is imported for the first time."""
+    from flows.services import running
+
+    if url := os.environ.get("PREFECT_API_URL"):
+        yield url
+        return
+    up = running()
+    if up is not None:
+        os.environ.update(settings(up.prefect_port))
+        yield up.prefect_url
+        return
+    with LeaseManager(Registry()) as leases:
+        lease = leases.lease_port()
+        process = start_server(lease)
+        environment = settings(lease.port)
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            yield environment["PREFECT_API_URL"]
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            process.stop()
+
+
+def _wait_healthy(process: Supervised, url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PrefectServerError(f"Prefect's server ended: {process.describe_exit()}\n{process.log_tail()}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    process.stop()
+    raise PrefectServerError(f"Prefect's server was not healthy within {START_TIMEOUT_S:.0f} s; its log is {process.log_path}")
+
+
+@contextmanager
+def _start_lock() -> Iterator[None]:
+    folder = home() / "locks"
+    folder.mkdir(exist_ok=True)
+    with Path(folder, "prefect-start").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
