@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,7 +68,17 @@ class MLflowServer:
 
     @staticmethod
     def start(port: int, folder: Path | None = None) -> MLflowServer:
-        """Start it on loopback `port`. Its output goes to `server.log` in its folder."""
+        """Start it on loopback `port`. Its output goes to `server.log` in its folder.
+
+        Raises:
+            MLflowServerError: something listens on the port; if it were an MLflow, its answers would pass for ours.
+        """
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise MLflowServerError(f"port {port} is taken ({error}): choose another one for MLflow") from error
         folder = folder or home() / "mlflow"
         arguments = command(port, folder)
         log_path = folder / "server.log"
