@@ -13,10 +13,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from trainers.distributed import Ranks
+from trainers.step_source import SourceInfo
 
 
 class MetricSink(Protocol):
     """Where rank 0 reports to. Every method returns at once."""
+
+    def started(self, info: SourceInfo, resume_step: int) -> None:
+        """The source has read its data; `resume_step` 0: from the beginning."""
+        ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def commit(self, step: int) -> None:
@@ -30,6 +35,9 @@ class MetricSink(Protocol):
 
 class PrintSink:
     """One line a step on standard output."""
+
+    def started(self, info: SourceInfo, resume_step: int) -> None:
+        print(f"{info.prompts} prompts, data {info.fingerprint}, from step {resume_step}", flush=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         shown = ("loss", "reward", "grad_norm", "learning_rate", "num_tokens", "perf/step_s", "eval/accuracy")

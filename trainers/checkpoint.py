@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import TrainerState
 
 from trainers.config import TrainerConfig
@@ -44,9 +45,9 @@ CONFIG = "loopwright_config.json"
 PREFIX = "checkpoint-"
 
 
-def config_hash(config: TrainerConfig) -> str:
-    """SHA-256 of the resolved config as canonical JSON."""
-    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+def config_hash(config: dict[str, Any]) -> str:
+    """SHA-256 of a stored config as canonical JSON."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -142,6 +143,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         tokenizer: Any = None,
+        stored_config: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -149,6 +151,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.tokenizer = tokenizer
+        self.stored_config = stored_config or config.model_dump(mode="json")
         self.output_dir = Path(config.output_dir)
         self.last_bytes = 0
 
@@ -182,7 +185,7 @@ class Checkpointer:
         try:
             self.ranks.rank_zero(lambda: self._begin(temporary))
             self._guarded(lambda: self._write_shared(temporary))
-            self._export(temporary)
+            self.export(temporary)
             self.ranks.rank_zero(lambda: self._finish(temporary, final, state, loop_state, snapshot))
         except Exception as error:
             logger.warning("SAVING STEP %d FAILED, the last good checkpoint stays: %s: %s", step, type(error).__name__, error)
@@ -207,17 +210,18 @@ class Checkpointer:
         (temporary / "rng").mkdir(parents=True)
 
     def _write_shared(self, temporary: Path) -> None:
-        self._dcp(dcp.save, self._resume_state(), checkpoint_id=temporary / "resume")
+        self._dcp(dcp_save, self._resume_state(), checkpoint_id=temporary / "resume")
         torch.save(_rng_state(), temporary / "rng" / f"rank-{self.ranks.rank}.pt")
 
-    def _export(self, temporary: Path) -> None:
+    def export(self, directory: Path) -> None:
+        """Write config and weights as `from_pretrained` reads them; called by every rank."""
         model = self.policy.model
         dtype = compute_dtype(self.config, self.ranks.device) or model.dtype
         whole = dict(gathered_parameters(model, dtype, keep=self.ranks.is_main))
         if self.ranks.is_main:
             persistent = model.state_dict().keys()
             whole |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
-        self.ranks.rank_zero(lambda: save_hf(model, whole, temporary, dtype))
+        self.ranks.rank_zero(lambda: save_hf(model, whole, directory, dtype))
 
     def _finish(self, temporary: Path, final: Path, state: TrainerState, loop_state: dict[str, Any], snapshot: Any) -> None:
         if self.tokenizer is not None:
@@ -225,9 +229,9 @@ class Checkpointer:
         torch.save(self.scheduler.state_dict(), temporary / "scheduler.pt")
         state.save_to_json(str(temporary / "trainer_state.json"))
         (temporary / "loop_state.json").write_text(json.dumps(loop_state, indent=1))
-        (temporary / CONFIG).write_text(json.dumps(self.config.model_dump(mode="json"), indent=1))
+        (temporary / CONFIG).write_text(json.dumps(self.stored_config, indent=1))
         snapshot(temporary)
-        write_manifest(temporary, state.global_step, config_hash(self.config))
+        write_manifest(temporary, state.global_step, config_hash(self.stored_config))
         self.last_bytes = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         if final.exists():
             shutil.rmtree(final)
@@ -249,7 +253,7 @@ class Checkpointer:
         """
         state = self._resume_state()
         try:
-            self._dcp(dcp.load, state, checkpoint_id=directory / "resume")
+            self._dcp(dcp_load, state, checkpoint_id=directory / "resume")
         except Exception as error:
             raise CheckpointError(f"{directory} does not fit this run's model and optimizer: {error}") from error
         # The model's tensors were loaded in place; the optimizer's may be fresh ones.

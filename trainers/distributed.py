@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -123,10 +124,12 @@ def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False) -> 
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 and "RANK" not in os.environ else {}
+        alone = {"store": HashStore(), "rank": 0, "world_size": 1} if world == 1 and "RANK" not in os.environ else {}
         dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None, **alone)
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
-    return Ranks(rank, world, local_rank, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
+    return Ranks(rank, world, local_rank, device, mesh, control)
 
 
 def shutdown_distributed() -> None:

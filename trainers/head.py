@@ -76,7 +76,15 @@ class _TokenLogprobs(torch.autograd.Function):
             d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+        return (
+            d_hidden,
+            d_weight.to(weight.dtype),
+            None if bias is None or d_bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def token_logprobs(

@@ -80,6 +80,7 @@ class TrainLoop:
         weight_sync: WeightSync | None = None,
         sink: MetricSink | None = None,
         evaluate: Callable[[Policy, int], dict[str, float]] | None = None,
+        stored_config: dict[str, Any] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
@@ -98,7 +99,7 @@ class TrainLoop:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
         )
-        self.checkpointer = Checkpointer(config, ranks, policy, self.optimizer, self.scheduler, tokenizer)
+        self.checkpointer = Checkpointer(config, ranks, policy, self.optimizer, self.scheduler, tokenizer, stored_config)
         self.window = MetricWindow(["loss", *metric_names(algorithm.loss(_no_terms()))], ranks)
         self.bag = MetricBag()
         self.timer = perf.StepTimer(ranks.device)
@@ -141,6 +142,8 @@ class TrainLoop:
         finally:
             if self._source is not None:
                 self._source.close()
+            if self.weight_sync is not None:
+                self.weight_sync.close()
         return TrainResult(state.global_step, stopped, self.last_saved[1], self._last_values)
 
     @property
@@ -165,6 +168,8 @@ class TrainLoop:
             "resume_step": state.global_step,
         }
         self.info = self.ranks.rank_zero(lambda: self.source.start(**start))
+        if self.ranks.is_main:
+            self.sink.started(self.info, state.global_step)
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         if self.info.vocab_size > vocabulary:
             raise ConfigError(
@@ -286,7 +291,7 @@ class TrainLoop:
         bag, totals = self.bag, step.totals
         bag.merge(step.metrics)
         bag.add("grad_norm", norm)
-        bag.add("learning_rate", self.learning_rate)
+        bag.add("learning_rate", float(self.learning_rate))
         bag.add("num_tokens", totals.forwarded_tokens)
         for name in ("fwd_bwd", "optimizer", "rollout_wait"):
             bag.add(f"perf/{name}_s", times.get(name, 0.0))
@@ -333,7 +338,7 @@ class TrainLoop:
     def _evaluate(self) -> None:
         metrics: dict[str, float] = {}
         if self.evaluate is not None:
-            metrics = self.evaluate(self.policy, self.callbacks.state.global_step)
+            metrics = self.evaluate(self.policy, self.version)
             if self.ranks.is_main:
                 self.sink.log(self.callbacks.state.global_step, metrics)
         self.callbacks.fire("on_evaluate", metrics=metrics)

@@ -102,10 +102,12 @@ def _check_window(layer: str, window: int, longest: int | None) -> None:
 
 
 def install(device: torch.device, dtype: torch.dtype, *, log: bool = True) -> Backend:
-    """Choose the backend, register the implementation under `NAME` and say in one log line which backend runs and why."""
+    """Choose the backend and say in one log line which runs and why."""
     global _backend
     _backend = choose_backend(device, dtype)
-    AttentionInterface.register(NAME, packed_attention)
     if log:
         logger.info("attention backend: %s (%s)", _backend.name, _backend.reason)
     return _backend
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -106,9 +106,11 @@ def _torch_varlen() -> Backend:
     grouped = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
 
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
-        extra = {"enable_gqa": True} if grouped and q.shape[1] != k.shape[1] else {}
+        extra: dict[str, Any] = {"enable_gqa": True} if grouped and q.shape[1] != k.shape[1] else {}
         cu, longest = layout.cu_seqlens, layout.max_seqlen
-        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), **extra)
+        out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), **extra)
+        assert isinstance(out, torch.Tensor), "asked for the output alone"
+        return out
 
     return Backend("varlen", f"torch {torch.__version__}'s own variable-length attention", fn)
 
@@ -149,10 +151,10 @@ def _works(backend: Backend, dtype: torch.dtype) -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
     layout = PackedLayout.from_numpy(np.array([0, 37, 60]), "cuda")
     shapes = [(60, 4, 64), (60, 2, 64), (60, 2, 64)]
-    inputs = [torch.randn(s, device="cuda", dtype=dtype, generator=generator).requires_grad_() for s in shapes]
-    expected = reference(*inputs, layout, 0.125)
+    q, k, v = inputs = [torch.randn(s, device="cuda", dtype=dtype, generator=generator).requires_grad_() for s in shapes]
+    expected = reference(q, k, v, layout, 0.125)
     wanted = torch.autograd.grad(expected.float().square().sum(), inputs)
-    got = backend.fn(*inputs, layout, 0.125)
+    got = backend.fn(q, k, v, layout, 0.125)
     grads = torch.autograd.grad(got.float().square().sum(), inputs)
     for a, b in zip([got, *grads], [expected, *wanted], strict=True):
         difference = ((a - b).float().norm() / b.float().norm()).item()

@@ -1,0 +1,54 @@
+"""Evaluation in mid-run (`eval.every`): greedy accuracy on the held-out set, the same numbers as `trainers.evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainers import evaluate
+from trainers.config import AsyncTrainerConfig, TrainerConfig
+from trainers.distributed import Ranks
+from trainers.model import Policy, gathered_parameters
+from trainers.rewards import RewardFunc
+from trainers.rollouts.payload import Payload
+from trainers.types import Prompt
+
+
+class HeldOut:
+    """Called by every rank; rank 0 measures, by the server where the run has one, else by a plain copy of the model."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks, tokenizer: Any, payload: Payload | None = None) -> None:
+        self.config, self.ranks, self.tokenizer = config, ranks, tokenizer
+        given = payload.reward_funcs if payload is not None else None
+        own = config.eval is not None and config.eval.reward_func is not None
+        self._reward: RewardFunc | None = None if own or not given else given[0]
+        self._problems: list[Prompt] = []
+
+    def __call__(self, policy: Policy, version: int) -> dict[str, float]:
+        """{"eval/accuracy": …}. `version` is the policy version that the server holds."""
+        whole: dict[str, torch.Tensor] = {}
+        if not isinstance(self.config, AsyncTrainerConfig):
+            whole = dict(gathered_parameters(policy.model, None, keep=self.ranks.is_main))
+        return {"eval/accuracy": self.ranks.rank_zero(lambda: self._measure(policy.model, whole, version))}
+
+    def _measure(self, model: PreTrainedModel, whole: dict[str, torch.Tensor], version: int) -> float:
+        config = self.config
+        self._problems = self._problems or evaluate.load_problems(config, self.tokenizer)
+        self._reward = self._reward or evaluate.eval_reward(config)
+        limit = evaluate.max_new_tokens(config)
+        if isinstance(config, AsyncTrainerConfig):
+            generate = evaluate.server_generate(config.vllm_server_base_url, config.vllm_server_timeout, limit, version)
+        else:
+            generate = evaluate.local_generate(self._copy(model, whole), self.tokenizer, limit)
+        return evaluate.evaluate(self._problems, self.tokenizer, generate, self._reward)["accuracy"]
+
+    def _copy(self, model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> PreTrainedModel:
+        device = self.ranks.device
+        # Initialising a model draws random numbers: training must go on as if there had been no evaluation.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=model.dtype)
+        plain.load_state_dict(whole, strict=False)  # tied weights come once
+        plain.generation_config = model.generation_config
+        return plain.to(device).eval()

@@ -1,0 +1,258 @@
+"""The trainer's entry for flows: `python -m trainers.main CONFIG.json`, alone or under torchrun.
+
+    CONFIG.json {"config": …, "run": id, name, attempt, registry_url, tracking_uri, experiment, mlflow_run_id, tags}
+        ─▶ TrainLoop ─▶ rank 0: RunSink ─▶ Tracker (MLflow, own thread)
+                                          └─▶ Registry (progress and checkpoints, own thread)
+
+The only module of `trainers` that imports `infra`. Exit codes: 0 done; 1 failed, the attempt is closed in the registry with
+failure class, cause and traceback; 143 stopped by SIGTERM after saving, the attempt is left for its flow to judge. Registry and
+MLflow out of reach never stop training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainers.config import TrainerConfig, TrainerConfigUnion
+from trainers.errors import ConfigError, LoopwrightError
+from trainers.metrics import spec_of
+from trainers.references import resolve
+from trainers.step_source import SourceInfo
+
+logger = logging.getLogger(__name__)
+STOPPED = 143
+
+
+def read_config(fields: dict[str, Any]) -> TrainerConfig:
+    """The validated config with its references to the environment resolved.
+
+    Raises:
+        ConfigError: one line per wrong value.
+    """
+    try:
+        return TypeAdapter(TrainerConfigUnion).validate_python(resolve(fields))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'][1:])) or 'config'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """(failure class, cause) of what ended a run; the cause's first line says it."""
+    if isinstance(error, LoopwrightError):
+        return error.failure_class, str(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            "memory",
+            f"out of memory: {error}; lower token_budget, or raise gradient_accumulation_steps or the number of ranks",
+        )
+    return "user", f"{type(error).__name__}: {error}"
+
+
+class RegistryWriter:
+    """Writes to the registry from a thread of its own; a database out of reach costs a warning, never a step."""
+
+    def __init__(self, registry: Any, run_id: str) -> None:
+        self.registry, self.run_id = registry, run_id
+        self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._progress: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="registry", daemon=True)
+        self._thread.start()
+
+    def progress(self, values: dict[str, Any]) -> None:
+        """Merged with what is not yet written: a slow database sees fewer rows, not older ones."""
+        with self._lock:
+            idle = not self._progress
+            self._progress.update(values)
+        if idle:
+            self._work.put(self._write_progress)
+
+    def submit(self, work: Callable[[], Any]) -> None:
+        self._work.put(work)
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _write_progress(self) -> None:
+        with self._lock:
+            values, self._progress = self._progress, {}
+        self.registry.progress(self.run_id, values)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                logger.warning("registry: %s: %s", type(error).__name__, str(error).splitlines()[0])
+
+
+class RunSink:
+    """`MetricSink` of a run with a registry row: metrics to MLflow, progress and checkpoints to the registry."""
+
+    def __init__(
+        self, config: TrainerConfig, tracker: Any, writer: RegistryWriter, params: dict[str, Any], attempt: int
+    ) -> None:
+        self.config, self.tracker, self.writer, self.params, self.attempt = config, tracker, writer, params, attempt
+        self.is_started = False
+        self._first: tuple[int, float] | None = None
+        self._limit = ""
+
+    def started(self, info: SourceInfo, resume_step: int) -> None:
+        dataset = self.config.dataset
+        entry = {
+            "source": dataset.path,
+            "digest": info.fingerprint,
+            "name": Path(dataset.path).name,
+            "rows": info.prompts,
+            "split": dataset.split,
+            "context": "training",
+        }
+        self.tracker.start(self.params, entry, resume_step)
+        self.is_started = True
+        self._first = (resume_step, time.monotonic())
+        self.writer.submit(lambda: self.writer.registry.set_resume_step(self.writer.run_id, self.attempt, resume_step))
+        self.writer.progress({"step": resume_step, "max_steps": self.config.max_steps})
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        shown = ("loss", "reward", "token_accuracy", "grad_norm", "num_tokens", "perf/step_s", "eval/accuracy")
+        values = {name: metrics[name] for name in shown if name in metrics}
+        logger.info("step %d  %s  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()), self._limit)
+        progress: dict[str, Any] = {"step": step, "max_steps": self.config.max_steps, "bottleneck": self._limit}
+        progress |= {name: metrics[name] for name in ("num_tokens", "reward", "loss", "eval/accuracy") if name in metrics}
+        if self._first is not None and self.config.max_steps > 0 and step > self._first[0]:
+            pace = (time.monotonic() - self._first[1]) / (step - self._first[0])
+            progress["eta_s"] = pace * (self.config.max_steps - step)
+        self.writer.progress(progress)
+
+    def commit(self, step: int) -> None:
+        """Told with the checkpoint's folder, in `checkpoint`."""
+
+    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.tracker.log_rollouts(step, rows)
+
+    def bottleneck(self, step: int, text: str) -> None:
+        self._limit = text
+        self.tracker.set_tags({"bottleneck": text.split(":")[0]})
+
+    def checkpoint(self, step: int, path: str) -> None:
+        self.tracker.commit(step, path)
+        self.writer.submit(lambda: self.writer.registry.record_checkpoint(self.writer.run_id, step, str(Path(path).absolute())))
+
+
+class Reporting:
+    """Rank 0's registry and tracker, and how they are told the end. Other ranks only report their own failure."""
+
+    def __init__(self, fields: dict[str, Any], run: dict[str, Any], is_main: bool) -> None:
+        self.run, self.fields, self.is_main = run, fields, is_main
+        self.sink: RunSink | None = None
+
+    def open(self, config: TrainerConfig) -> RunSink:
+        from infra.registry import Registry
+        from infra.tracking import Tracker
+
+        run = self.run
+        self.writer = RegistryWriter(Registry(run["registry_url"]), run["id"])
+        self.tracker = Tracker(
+            config.output_dir,
+            run.get("tracking_uri"),
+            run.get("experiment"),
+            run["name"],
+            run.get("mlflow_run_id"),
+            {**run.get("tags", {}), "loopwright.run": run["name"], "loopwright.run_id": run["id"]},
+            check=spec_of,
+            on_run_id=lambda mlflow_id: self.writer.submit(
+                lambda: self.writer.registry.update_run(run["id"], mlflow_run_id=mlflow_id)
+            ),
+        )
+        self.sink = RunSink(config, self.tracker, self.writer, self.fields, run["attempt"])
+        return self.sink
+
+    def failed(self, error: BaseException) -> None:
+        """Close the attempt; the first rank to do so wins, and what rank 0 told the others is left to rank 0."""
+        failure, cause = describe(error)
+        if not self.is_main and cause.startswith("rank 0: "):
+            return
+        text = "".join(traceback.format_exception(error))
+        try:
+            from infra.registry import Registry
+
+            run = self.run
+            Registry(run["registry_url"]).end_attempt(run["id"], run["attempt"], "FAILED", failure, cause, text)
+        except Exception as trouble:
+            logger.warning("the registry could not be told how the run ended: %s", trouble)
+        self.close("FAILED", cause, failure)
+
+    def close(self, status: Any, cause: str | None = None, failure: str | None = None) -> None:
+        if self.sink is None:
+            return
+        if not self.sink.is_started:
+            self.tracker.start(self.fields)
+        self.tracker.close(status, cause, failure)
+        self.writer.close()
+
+
+def train(payload: dict[str, Any]) -> int:
+    """Run one attempt; returns the exit code."""
+    import torch.distributed as dist
+    from transformers.utils import logging as transformers_logging
+
+    from trainers import session
+    from trainers.checkpoint import latest_whole
+    from trainers.model import load_model
+
+    transformers_logging.disable_progress_bar()
+    fields, run = payload["config"], payload["run"]
+    config = read_config(fields)
+    with session.stop_on_sigterm() as stop:
+        ranks = session.join_ranks(config)
+        reporting = Reporting(fields, run, ranks.is_main)
+        try:
+            sink = reporting.open(config) if ranks.is_main else None
+            resume = ranks.rank_zero(lambda: latest_whole(config.output_dir))
+            model = load_model(config, str(resume) if resume else None)
+            loop = session.build_loop(config, ranks, model=model, sink=sink, stored_config=fields, stop_requested=stop)
+            result = loop.run(resume)
+        except BaseException as error:
+            reporting.failed(error)
+            raise
+        stopped = result.stopped == "signal"
+        reporting.close(
+            "KILLED" if stopped else "FINISHED", f"stopped by SIGTERM, step {result.step} is saved" if stopped else None
+        )
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    logger.info("ended at step %d (%s); checkpoint %s", result.step, result.stopped, result.checkpoint)
+    return STOPPED if stopped else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m trainers.main CONFIG.json", file=sys.stderr)
+        return 2
+    logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel("WARNING")
+    payload = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    try:
+        return train(payload)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"trainer failed: {describe(error)[1]}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

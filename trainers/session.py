@@ -1,0 +1,127 @@
+"""Everything one training run is made of, put together: by `trainers.main` for a flow, by the public classes for a script.
+
+config ─▶ ranks ─▶ tokenizer, model ─▶ policy, algorithm ─▶ rollout process (rank 0), weight sync, evaluation ─▶ TrainLoop
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from trainers import attention
+from trainers.algorithms import build_algorithm
+from trainers.callbacks import MetricSink
+from trainers.config import TrainerConfig
+from trainers.data import load_tokenizer
+from trainers.distributed import Ranks, init_distributed
+from trainers.held_out import HeldOut
+from trainers.loop import TrainLoop
+from trainers.model import Policy, build_policy, compute_dtype, load_model
+from trainers.optim import check_schedule
+from trainers.rollouts.payload import Payload
+from trainers.rollouts.process import RolloutProcess
+from trainers.weight_sync.shared_storage import SharedStorageSync
+
+
+def join_ranks(config: TrainerConfig) -> Ranks:
+    """This process among the ranks that a launcher started; collectives wait longer than rank 0 ever waits for others."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    longest_wait_s = max(config.rollout_worker_timeout, getattr(config, "vllm_server_timeout", 0.0))
+    return init_distributed(2 * longest_wait_s + 600.0, needs_mesh=compute_dtype(config, device) is not None)
+
+
+def build_loop(
+    config: TrainerConfig,
+    ranks: Ranks,
+    *,
+    model: PreTrainedModel | None = None,
+    policy: Policy | None = None,
+    tokenizer: Any = None,
+    payload: Payload | None = None,
+    args: TrainingArguments | None = None,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    optimizers: tuple[Any, Any] = (None, None),
+    sink: MetricSink | None = None,
+    stored_config: dict[str, Any] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> TrainLoop:
+    """The loop of a run, not yet started. Called by every rank; nothing is sent to a server before `TrainLoop.run`.
+
+    Args:
+        model, tokenizer: loaded already; default: by `config.model`.
+        policy: `model` as an earlier loop of this process left it, sharded where there are ranks.
+        payload: Python objects for the rollout process.
+        args: what callbacks, optimizer and schedule read; default: made from the config.
+        optimizers: (optimizer, schedule); an optimizer over the parameters of `model` as they were given.
+        stored_config: what checkpoints record of the config (references to secrets unresolved); default: `config`.
+
+    Raises:
+        ConfigError: the model or tokenizer cannot be loaded or used.
+    """
+    check_schedule(config)
+    seed_everything(config.seed + ranks.rank)
+    attention.install(ranks.device, compute_dtype(config, ranks.device) or torch.float32, log=ranks.is_main)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config)
+    model = model if model is not None else load_model(config)
+    model.set_attn_implementation(attention.NAME)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    policy = policy or build_policy(model, config, ranks, getattr(config, "max_length", None))
+    if optimizers[0] is not None:
+        _rebind(optimizers[0], names, dict(model.named_parameters()))
+    algorithm = build_algorithm(config)
+    return TrainLoop(
+        config,
+        algorithm,
+        policy,
+        ranks,
+        RolloutProcess(config, payload) if ranks.is_main else None,
+        tokenizer=tokenizer,
+        args=args,
+        callbacks=list(callbacks),
+        optimizers=optimizers,
+        weight_sync=SharedStorageSync(config, ranks, tokenizer) if algorithm.generates else None,  # type: ignore[arg-type]
+        sink=sink,
+        evaluate=HeldOut(config, ranks, tokenizer, payload) if config.eval is not None else None,
+        stored_config=stored_config,
+        stop_requested=stop_requested,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Every generator this process draws from; a resumed run takes the checkpoint's states instead."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _rebind(optimizer: torch.optim.Optimizer, names: dict[int, str], sharded: dict[str, torch.nn.Parameter]) -> None:
+    """Point an optimizer made before sharding at the parameters that sharding put in place of those it holds."""
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[id(p)]] if id(p) in names else p for p in group["params"]]
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
+    """While open, SIGTERM asks for a stop after the current step instead of ending the process; yields whether it came.
+
+    Signal handlers belong to the main thread: in another one, nothing is installed and the answer stays no.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop.is_set
+    finally:
+        with contextlib.suppress(TypeError):  # a handler that was not installed from Python cannot be put back
+            signal.signal(signal.SIGTERM, before)
