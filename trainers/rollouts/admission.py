@@ -47,7 +47,7 @@ def decide(now: Situation, rollouts: int) -> Verdict:
         return "hold_full"
     # A step that is still short holds more samples than are placed in it.
     per_step = max(1.0, now.samples_per_step, now.planned + 1.0 if now.waiting else 0.0)
-    steps_ahead = int(present / per_step)
+    steps_ahead = int((present + rollouts - 1) / per_step)  # of the group's last sample
     if now.max_steps is not None and now.next_index + steps_ahead > now.max_steps:
         return "hold_end"
     # The trainer syncs after every step whose index is a multiple of `weight_sync_steps`.

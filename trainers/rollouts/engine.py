@@ -265,13 +265,13 @@ class StepEngine:
         )
 
     def _estimate(self) -> float:
-        """Samples in a step: as in the newest full steps; before the first, from the lengths seen, else one per row."""
+        """Samples in a step: as in the newest full steps; before the first from the lengths seen, else as the config says."""
         rows = self.config.gradient_accumulation_steps * self._world_size
-        if self.token_budget is None:
+        if self.token_budget is None or not self._mean_length:
             return rows * self.config.per_device_train_batch_size
         if self._samples_per_step is not None:
             return self._samples_per_step
-        return rows * max(1.0, self.token_budget / self._mean_length) if self._mean_length else rows
+        return rows * max(1.0, self.token_budget / self._mean_length)
 
     def _take(self, group: RolloutGroup) -> None:
         key = (group.prompt.epoch, group.prompt.row)
