@@ -345,12 +345,13 @@ class TrainLoop:
 
     def _save(self) -> None:
         state = self.callbacks.state
+        assert self.info is not None, "nothing is saved before the source has started"
         loop_state = {
             "version": self.version,
             "totals": self.totals,
             "world_size": self.ranks.world_size,
             "info": asdict(self.info),
-        }  # type: ignore[arg-type]
+        }
         path = self.checkpointer.save(state, loop_state, lambda directory: self.source.snapshot(directory))
         if path is None:
             return
