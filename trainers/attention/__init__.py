@@ -50,7 +50,9 @@ def packed_attention(
     _refuse(module, packed_layout.max_seqlen, kwargs, dropout)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return _backend.fn(q, k, v, packed_layout, scale).unsqueeze(0), None
+    # Master weights in float32 are also run as they are, by the check of the head at start; flash kernels refuse that type.
+    fn = _backend.fn if q.dtype in (torch.bfloat16, torch.float16) else reference
+    return fn(q, k, v, packed_layout, scale).unsqueeze(0), None
 
 
 def _refuse(module: nn.Module, longest: int, kwargs: dict[str, Any], dropout: float) -> None:

@@ -1,0 +1,101 @@
+"""The trainer core on a GPU against its own CPU reference. Nothing here runs without one (see benchmarks/RESULTS.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fake_source import FakeSource, make_samples
+from tests.support.policies import grpo_config, tiny_policy
+from tests.support.tiny_model import build_model
+from trainers import attention
+from trainers.algorithms import build_algorithm
+from trainers.attention import PackedLayout, reference
+from trainers.attention.backends import choose_backend
+from trainers.batch import PackedBatch
+from trainers.distributed import Ranks, init_distributed, shutdown_distributed
+from trainers.loop import TrainLoop
+from trainers.model import build_policy
+from trainers.packing import pack_row
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CPU = Ranks(0, 1, 0, torch.device("cpu"), None, None)
+
+
+@pytest.mark.parametrize("make", ["_torch_varlen", "_flex", "_installed_flash", "_hub_kernel"])
+def test_every_backend_that_loads_here_agrees_with_the_reference(make):
+    from trainers.attention import backends
+
+    try:
+        backend = getattr(backends, make)()
+    except Exception as error:
+        pytest.skip(f"{make} does not load here: {type(error).__name__}: {str(error)[:120]}")
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [1, 700, 64, 3, 257]
+    layout = PackedLayout.from_numpy(np.concatenate([[0], np.cumsum(lengths)]), "cuda")
+    shapes = [(sum(lengths), heads, 128) for heads in (16, 8, 8)]
+    inputs = [torch.randn(s, device="cuda", generator=generator).requires_grad_() for s in shapes]
+    weight = torch.randn(shapes[0], device="cuda", generator=generator)
+    wanted = reference(*inputs, layout, 128**-0.5)
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), inputs)
+    low = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    got = backend.fn(*low, layout, 128**-0.5)
+    grads = torch.autograd.grad((got * weight.bfloat16()).sum(), low)
+    for a, b in zip([got, *grads], [wanted, *wanted_grads], strict=True):
+        assert (a.float() - b).norm() / b.norm() < 1e-2
+
+
+def test_the_chosen_backend_is_a_fast_one_and_says_why():
+    backend = choose_backend(torch.device("cuda"), torch.bfloat16)
+    assert backend.name != "reference", backend.reason
+    assert choose_backend(torch.device("cuda"), torch.float32).name == "reference"
+
+
+def test_float32_gradients_equal_those_of_the_cpu():
+    row = pack_row(make_samples(seed=5, step=1, count=7))
+    gradients = []
+    for ranks in (CPU, Ranks(0, 1, 0, torch.device("cuda", 0), None, None)):
+        policy = tiny_policy(grpo_config(bf16=False), ranks=ranks)
+        logprobs = policy(PackedBatch.from_row(row, ranks.device))[0]
+        logprobs.sum().backward()
+        gradients.append({name: p.grad.cpu() for name, p in policy.model.named_parameters()})
+    for name, wanted in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], wanted, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_a_bfloat16_run_follows_the_float32_one_and_resumes(tmp_path):
+    attention.install(torch.device("cuda"), torch.bfloat16)
+    ranks = init_distributed(needs_mesh=True)
+    try:
+        results = {}
+        for name, bf16, steps in (("fp32", False, 6), ("bf16", True, 6), ("half", True, 3)):
+            config = grpo_config(bf16=bf16, output_dir=str(tmp_path / name), max_steps=steps, learning_rate=1e-3, save_steps=3)
+            loop = TrainLoop(config, build_algorithm(config), tiny_policy(config, ranks=ranks), ranks, FakeSource(steps=6))
+            results[name] = (loop, loop.run())
+        config = grpo_config(bf16=True, output_dir=str(tmp_path / "half"), max_steps=6, learning_rate=1e-3, save_steps=3)
+        resumed = TrainLoop(
+            config, build_algorithm(config), tiny_policy(config, ranks=ranks, seed=1), ranks, FakeSource(steps=6)
+        )
+        resumed.run(results["half"][1].checkpoint)
+
+        def weights(loop):
+            return torch.cat([p.detach().full_tensor().flatten() for p in loop.policy.parameters()])
+
+        start = torch.cat([p.detach().full_tensor().flatten() for p in tiny_policy(config, ranks=ranks).parameters()])
+        moved = weights(results["fp32"][0]) - start
+        assert moved.norm() > 0
+        assert (weights(results["bf16"][0]) - start - moved).norm() / moved.norm() < 0.5
+        torch.testing.assert_close(weights(resumed), weights(results["bf16"][0]), rtol=0, atol=1e-5)
+    finally:
+        shutdown_distributed()
+
+
+def test_float32_master_weights_run_beside_a_flash_backend():
+    backend = attention.install(torch.device("cuda"), torch.bfloat16)
+    assert backend.name != "reference"
+    ranks = Ranks(0, 1, 0, torch.device("cuda", 0), None, None)
+    model = build_model(0, True)
+    model.set_attn_implementation(attention.NAME)
+    build_policy(model, grpo_config(), ranks)
