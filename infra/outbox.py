@@ -143,7 +143,8 @@ class Held:
     Ready at once: tags, artefacts, system metrics. Held per step: metrics and rollouts, until
     - `commit` of step c: those of steps ≤ c are released;
     - `start` from checkpoint step R > 0: those ≤ R are released (the checkpoint is there, only the commit was not written),
-      later ones are superseded and dropped; R = 0 (from the beginning): all held ones are dropped;
+      later ones are superseded and dropped; R = 0 (from the beginning): all held ones are dropped; R unknown (the attempt
+      failed before it trained): none is touched;
     - `end` as FINISHED: all are released. Any other end keeps them held: the run may be resumed and train these steps again.
     """
 
@@ -169,6 +170,8 @@ class Held:
             return [*self._release(record["step"]), record]
         if kind == "start":
             resumed = record["resume_step"]
+            if resumed is None:
+                return [record]
             released = self._release(resumed) if resumed > 0 else []
             self.superseded_steps = sorted(self._points)
             self._clear()

@@ -104,7 +104,7 @@ class Tracker:
         self,
         params: dict[str, Any],
         dataset: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
-        resume_step: int = 0,
+        resume_step: int | None = None,
     ) -> None:
         """Begin an attempt.
 
@@ -113,7 +113,7 @@ class Tracker:
                 later one's is stored as `attempts/<n>/config.yaml` only.
             dataset: one or several of `{"source": path or hub id, "digest": fingerprint, "name", "rows", "split", "context"}`.
             resume_step: step of the checkpoint the attempt goes on from; 0: from the beginning. Values logged by earlier
-                attempts for later steps are superseded.
+                attempts for later steps are superseded. None: the attempt failed before it knew; nothing is superseded.
         """
         attempt = self._outbox.state["attempts"] + 1
         datasets = [dataset] if isinstance(dataset, dict) else list(dataset or [])

@@ -124,11 +124,17 @@ class Sender:
             tags = {"mlflow.runName": state["run_name"], "mlflow.source.name": "loopwright"}
             self._run_id = self._backend.open_run(state["run_id"], state["run_key"], state["created_ms"], tags)
             self._outbox.save_state(run_id=self._run_id)
-            if self._on_run_id is not None:
-                self._on_run_id(self._run_id)
+            self._tell_run_id()
         if self._last_steps is None:
             self._last_steps = self._backend.last_steps(self._run_id)
         return self._backend
+
+    def _tell_run_id(self) -> None:
+        try:
+            if self._on_run_id is not None:
+                self._on_run_id(self._run_id)
+        except Exception as error:  # the callback's trouble is not MLflow's
+            log.warning("tracking: the MLflow run id %s could not be passed on: %s", self._run_id, error)
 
     def _send_next(self, backend: Backend) -> None:
         """Send the first pending item, or as many points as fit a batch, then forget them."""
@@ -198,11 +204,12 @@ class Sender:
         run_id, attempt = self._run_id, record["attempt"]
         if self._held.superseded_steps:
             log.info("tracking: steps %s of the last attempt are superseded", _span(self._held.superseded_steps))
-        self._table.drop_after(record["resume_step"])
+        if record["resume_step"] is not None:
+            self._table.drop_after(record["resume_step"])
         backend.set_status(run_id, "RUNNING", None)
         attempt_tags = {
             "loopwright.attempt": str(attempt),
-            "loopwright.resume_step": str(record["resume_step"]),
+            "loopwright.resume_step": "" if record["resume_step"] is None else str(record["resume_step"]),
             "loopwright.cause": "",
         }
         backend.set_tags(run_id, {**record["tags"], **attempt_tags})

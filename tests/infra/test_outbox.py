@@ -22,7 +22,7 @@ def commit(step: int) -> dict[str, Any]:
     return {"kind": "commit", "step": step, "checkpoint": None}
 
 
-def start(resume_step: int) -> dict[str, Any]:
+def start(resume_step: int | None) -> dict[str, Any]:
     return {"kind": "start", "resume_step": resume_step}
 
 
@@ -66,6 +66,12 @@ def test_a_start_from_the_beginning_supersedes_everything_held_step_0_included()
     assert released(held, metrics(0, a=1.0), metrics(1, a=1.0), start(0)) == []
     assert held.superseded_steps == [0, 1]
     assert released(held, metrics(0, a=2.0), commit(0)) == [("a", 0, 2.0)]
+
+
+def test_an_attempt_that_failed_before_it_trained_supersedes_nothing() -> None:
+    held = Held()
+    assert released(held, metrics(4, a=1.0), metrics(5, a=1.0), start(None), end("FAILED")) == []
+    assert released(held, start(4), metrics(5, a=2.0), end("FINISHED")) == [("a", 4, 1.0), ("a", 5, 2.0)]
 
 
 def test_finishing_commits_the_rest_failing_keeps_it_held() -> None:

@@ -78,6 +78,29 @@ def test_a_resume_goes_on_in_the_same_run_with_one_value_per_step(server: FakeMl
     assert server.statuses[-3:] == ["FAILED", "RUNNING", "FINISHED"]
 
 
+def test_an_attempt_that_fails_before_training_leaves_values_and_table_alone(server: FakeMlflow, tmp_path: Path) -> None:
+    def complain(run_id: str) -> None:
+        raise OSError("the registry is out of reach")
+
+    tracker = tracker_of(server, tmp_path, on_run_id=complain)
+    tracker.start({}, resume_step=0)
+    steps(tracker, 1, 3, 100)
+    tracker.log_rollouts(1, [{"completion": "c"}])
+    tracker.commit(2)
+    tracker.log(2, {"late": 1.0})
+    tracker.close("FAILED")
+    tracker = tracker_of(server, tmp_path)
+    tracker.start({})
+    tracker.close("FAILED", "ConfigError: no such file")
+    tracker = tracker_of(server, tmp_path)
+    tracker.start({}, resume_step=2)
+    steps(tracker, 3, 3, 300)
+    tracker.close("FINISHED")
+    assert server.curve("loss") == [(1, 101.0), (2, 102.0), (3, 303.0)] and server.curve("late") == [(2, 1.0)]
+    assert server.artifacts["rollouts.json"]["data"] == [[1, "c"]]
+    assert server.tags["loopwright.attempt"] == "3"
+
+
 def test_falling_back_behind_a_committed_step_keeps_one_value_per_step(server: FakeMlflow, tmp_path: Path) -> None:
     tracker = tracker_of(server, tmp_path)
     tracker.start({})
