@@ -1,0 +1,229 @@
+"""Command line, environment, probe messages and start failures; no server gets up here (see test_vllm_server.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from infra.errors import ModelNotFound, PortTaken, ServerLacks, ServerStartFailed, ServerUnreachable
+from infra.leases import LeaseManager
+from infra.process import marked
+from infra.registry import Registry
+from infra.vllm import Capabilities, Needs, ServerSpec, command_line, environment, lacking, probe, start_server
+from infra.vllm_probe import require
+from infra.vllm_serve import main as serve
+from tests.support.tiny_model import build_tiny_model
+
+GOOD = Capabilities(
+    version="0.32.0",
+    model="/m",
+    served_name="policy",
+    max_model_len=512,
+    generate_endpoint=True,
+    control_plane=True,
+    keyed=True,
+    weight_transfer="loopwright_shared_storage",
+    logprobs_mode="processed_logprobs",
+    max_logprobs=20,
+    dtype="float32",
+    device="cpu",
+    chunked_prefill=False,
+)
+
+
+@pytest.fixture
+def port(tmp_path):
+    with LeaseManager(Registry(tmp_path / "registry.db")) as leases:
+        yield leases.lease_port()
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[len(arguments) - 1 - arguments[::-1].index(name) + 1]
+
+
+def test_cpu_and_gpu_by_the_same_code(model, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cpu, gpu = ServerSpec(model, device="cpu"), ServerSpec(model, device="cuda", tensor_parallel_size=2, python="/other/python")
+    on_cpu, on_gpu = command_line(cpu, 1234), command_line(gpu, 1234)
+    assert on_cpu[0] == sys.executable and on_gpu[0] == "/other/python"
+    assert (option(on_cpu, "--dtype"), option(on_gpu, "--dtype")) == ("float32", "bfloat16")
+    assert {"--enforce-eager", "--no-enable-chunked-prefill"} <= set(on_cpu)
+    assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & set(on_gpu)
+    assert option(on_gpu, "--tensor-parallel-size") == "2"
+    env = environment(gpu, "key", [3, 1])
+    assert env["CUDA_VISIBLE_DEVICES"] == "3,1" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env and "LOCAL_RANK" not in env
+    assert environment(cpu, "key")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_key_is_in_the_environment_only(model):
+    spec = ServerSpec(model, device="cpu")
+    assert environment(spec, "the-key")["VLLM_API_KEY"] == "the-key"
+    assert "the-key" not in " ".join(command_line(spec, 1))
+
+
+def test_a_user_s_settings_win(model, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    spec = ServerSpec(model, device="cpu", extra_args=("--dtype", "bfloat16"), env={"VLLM_CPU_KVCACHE_SPACE": "4"})
+    assert option(command_line(spec, 1), "--dtype") == "bfloat16"
+    env = environment(spec, "key")
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert env["VLLM_PLUGINS"] == "theirs,loopwright"
+    assert env["PYTHONPATH"].endswith("infra/vllm_plugin:/theirs")
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./missing", "~/missing-model", "a/b/c"])
+def test_a_model_that_does_not_exist_is_refused_before_anything_starts(port, name):
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        start_server(ServerSpec(name, device="cpu"), port)
+    assert marked(port.id) == []
+
+
+def test_a_folder_without_a_model(port, tmp_path):
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        start_server(ServerSpec(str(tmp_path), device="cpu"), port)
+
+
+def test_too_few_gpus(port, model):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many GPUs, 1 are leased"):
+        start_server(ServerSpec(model, device="cuda", tensor_parallel_size=2), port, gpus=[0])
+
+
+@pytest.mark.slow
+def test_an_unknown_flag_is_the_user_s_error_and_is_quoted(port, tmp_path):
+    model = build_tiny_model(tmp_path / "tiny")
+    spec = ServerSpec(str(model), device="cpu", extra_args=("--no-such-flag",))
+    server = start_server(spec, port, log_path=tmp_path / "log")
+    with pytest.raises(ServerStartFailed, match=r"exit code 2.*unrecognized arguments: --no-such-flag") as caught:
+        server.wait_ready(timeout_s=250)
+    assert caught.value.failure_class == "user"
+    assert marked(port.id) == []
+
+
+class Foreign(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def foreign_server():
+    with HTTPServer(("127.0.0.1", 0), Foreign) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_foreign_server_on_the_port_is_not_taken_for_ours(port, model, tmp_path, foreign_server):
+    """It got the port although it is leased, and says that it is healthy."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log")
+    try:
+        server.url = f"http://127.0.0.1:{foreign_server}"
+        with pytest.raises(PortTaken, match="something else than server student answers"):
+            server.wait_ready()
+    finally:
+        server.stop(grace_s=1.0)
+
+
+def test_a_server_that_hangs_is_stopped(port, model, tmp_path):
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log")
+    with pytest.raises(ServerStartFailed, match="was not ready after 0 s"):
+        server.wait_ready(timeout_s=0.1)
+    assert not server.alive() and marked(port.id) == []
+
+
+@pytest.mark.parametrize(
+    ("log", "failure_class", "words"),
+    [
+        (
+            "RuntimeError: CUDA out of memory. Tried\nRuntimeError: Engine core initialization failed.",
+            "memory",
+            "CUDA out of memory",
+        ),
+        ("OSError: [Errno 98] Address already in use", None, "another process took the port"),
+        ("(APIServer pid=3) ValueError: the cause\nRuntimeError: Engine core failed", "user", "ValueError: the cause"),
+        ("usage: api_server.py\napi_server.py: error: unrecognized arguments: --x", "user", "unrecognized arguments: --x"),
+        ("just some words", "user", "just some words"),
+    ],
+)
+def test_the_log_tells_why_a_start_failed(port, model, tmp_path, log, failure_class, words):
+    (tmp_path / "message").write_text(log)
+    failing = tmp_path / "python"
+    failing.write_text(f"#!/bin/sh\ncat {tmp_path}/message\nexit 1\n")
+    failing.chmod(0o755)
+    (tmp_path / "log").write_text("OSError: of an earlier start\n")
+    server = start_server(ServerSpec(model, device="cpu", python=str(failing)), port, log_path=tmp_path / "log")
+    with pytest.raises((ServerStartFailed, PortTaken), match=words) as caught:
+        server.wait_ready()
+    assert "earlier start" not in str(caught.value)
+    if failure_class is None:
+        assert isinstance(caught.value, PortTaken)
+    else:
+        assert caught.value.failure_class == failure_class
+
+
+def test_nothing_is_lacking():
+    assert lacking(GOOD, Needs(max_model_len=512, max_logprobs=20)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"control_plane": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"generate_endpoint": False}, "--enable-scale-out"),
+        ({"weight_transfer": None}, '--weight-transfer-config \'{"backend": "loopwright_shared_storage"}\''),
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"max_logprobs": 0}, "--max-logprobs 1"),
+        ({"max_model_len": 99}, "--max-model-len 100"),
+        ({"chunked_prefill": True}, "--no-enable-chunked-prefill"),
+    ],
+)
+def test_what_is_lacking_names_the_flag_to_add(change, flag):
+    with pytest.raises(ServerLacks) as caught:
+        require("http://server", dataclasses.replace(GOOD, **change), Needs(max_model_len=100))
+    assert flag in str(caught.value) and "http://server" in str(caught.value)
+    assert str(caught.value).count("\n- ") == 1
+
+
+def test_probing_where_nothing_listens():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(ServerUnreachable, match="no vLLM server answers"):
+            probe(f"http://127.0.0.1:{unused.getsockname()[1]}")
+
+
+def test_probing_something_else(foreign_server):
+    with pytest.raises(ServerUnreachable, match="set VLLM_API_KEY"):
+        probe(f"http://127.0.0.1:{foreign_server}")
+    with pytest.raises(ServerUnreachable, match="its key differs"):
+        probe(f"http://127.0.0.1:{foreign_server}", "wrong")
+
+
+def test_serve_by_hand_refuses_what_it_cannot_start(capsys):
+    assert serve(["serve", "/no/such/model"]) == 2
+    assert "model folder /no/such/model does not exist" in capsys.readouterr().err
