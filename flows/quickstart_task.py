@@ -1,6 +1,6 @@
 """The quick start's task: sums of two numbers below 100, character by character, and a small Llama that has seen nothing.
 
-    seed ─▶ 10,000 problems, shuffled ─▶ test 512 │ validation 256 │ sft 3,000 demonstrations │ grpo 6,232 prompts
+    seed ─▶ 10,000 problems, shuffled ─▶ held out 512 │ sft 3,000 demonstrations │ grpo 6,488 prompts
     seed ─▶ tokenizer, chat template, 1.2M random weights   (in a process of its own, which needs torch)
 
 The demonstrations are what makes the cold start stop short: their writer works with care on 40% of the problems and on the
@@ -21,7 +21,7 @@ from typing import Any
 
 LIMIT = 100  # operands are 0 … 99
 CAREFUL = 0.4  # share of demonstrations that carry
-TEST, VALIDATION, SFT = 512, 256, 3000  # the remaining problems are GRPO's prompts
+HELD_OUT, SFT = 512, 3000  # the remaining problems are GRPO's prompts
 
 SPECIAL = ("<pad>", "<unk>", "<system>", "<user>", "<assistant>", "<end>")
 CHARACTERS = "0123456789+-*/=() .,?"
@@ -60,10 +60,9 @@ class Problem:
 class Task:
     """Rows for each purpose; no problem is in two of them."""
 
-    test: list[dict[str, str]]  # prompt, answer
-    validation: list[dict[str, str]]
+    held_out: list[dict[str, str]]  # prompt, answer
     sft: list[dict[str, str]]  # prompt, completion
-    grpo: list[dict[str, str]]
+    grpo: list[dict[str, str]]  # prompt, answer
 
 
 def make_task(seed: int) -> Task:
@@ -71,16 +70,14 @@ def make_task(seed: int) -> Task:
     rng = random.Random(seed)
     problems = [Problem(a, b) for a in range(LIMIT) for b in range(LIMIT)]
     rng.shuffle(problems)
-    test, rest = problems[:TEST], problems[TEST:]
-    validation, rest = rest[:VALIDATION], rest[VALIDATION:]
+    held_out, demonstrated, rest = problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + SFT], problems[HELD_OUT + SFT :]
     return Task(
-        test=_questions(test),
-        validation=_questions(validation),
+        held_out=_questions(held_out),
         sft=[
             {"prompt": problem.question, "completion": problem.answer if rng.random() < CAREFUL else problem.careless}
-            for problem in rest[:SFT]
+            for problem in demonstrated
         ],
-        grpo=_questions(rest[SFT:]),
+        grpo=_questions(rest),
     )
 
 
@@ -89,10 +86,10 @@ def _questions(problems: Iterable[Problem]) -> list[dict[str, str]]:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """`test.jsonl`, `validation.jsonl`, `sft.jsonl` and `grpo.jsonl` in `folder`."""
+    """`held_out.jsonl`, `sft.jsonl` and `grpo.jsonl` in `folder`."""
     task = make_task(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("test", "validation", "sft", "grpo"):
+    for name in ("held_out", "sft", "grpo"):
         lines = "".join(json.dumps(row) + "\n" for row in getattr(task, name))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 

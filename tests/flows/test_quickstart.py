@@ -17,14 +17,14 @@ from trainers.rewards import exact_match_reward
 
 def test_a_seed_gives_the_same_task_and_another_seed_another() -> None:
     assert make_task(3) == make_task(3)
-    assert make_task(3).test != make_task(4).test
+    assert make_task(3).held_out != make_task(4).held_out
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_problem_serves_two_purposes(seed: int) -> None:
     task = make_task(seed)
-    parts = [[row["prompt"] for row in part] for part in (task.test, task.validation, task.sft, task.grpo)]
-    assert [len(part) for part in parts] == [512, 256, 3000, 6232]
+    parts = [[row["prompt"] for row in part] for part in (task.held_out, task.sft, task.grpo)]
+    assert [len(part) for part in parts] == [512, 3000, 6488]
     assert len(set().union(*parts)) == sum(map(len, parts)) == 10_000
 
 
@@ -58,7 +58,7 @@ def test_demonstrations_are_right_or_careless_in_the_stated_shares() -> None:
 
 def test_answers_are_what_the_reward_accepts() -> None:
     task = make_task(1)
-    for row in task.grpo[:200] + task.test[:200]:
+    for row in task.grpo[:200] + task.held_out[:200]:
         a, b = map(int, row["prompt"].split("+"))
         wrong = str(a + b + 10)
         assert exact_match_reward(completions=[str(a + b), f" {a + b}", wrong, ""], answer=[row["answer"]] * 4) == [1, 1, 0, 0]
@@ -92,7 +92,7 @@ def test_model_is_small_and_of_its_seed() -> None:
 def test_written_rows_are_the_tasks(tmp_path: Path) -> None:
     write_task(tmp_path, 5)
     task = make_task(5)
-    for name in ("test", "validation", "sft", "grpo"):
+    for name in ("held_out", "sft", "grpo"):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert rows == getattr(task, name)
 
