@@ -161,6 +161,7 @@ def main() -> int:
         print("stopped", flush=True)
     finally:
         _file().unlink(missing_ok=True)
+        os.environ.pop("PREFECT_API_URL", None)  # its own, which is gone by now
         print(reap_all(), flush=True)
     return 0
 

@@ -1,0 +1,101 @@
+"""What is refused before anything is started, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import GRPORunConfig, SFTRunConfig
+from flows.config_file import ConfigErrors
+from flows.preflight import preflight
+
+Make = Callable[..., GRPORunConfig]
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "lam = lambda completions, **columns: [0.0]\n"
+        "def needs_colour(completions, colour, **columns): return [0.0]\n"
+        "def fine(completions, answer, **columns): return [0.0]\n"
+        "number = 3\n"
+    )
+    return path
+
+
+def lines(config: GRPORunConfig | SFTRunConfig) -> list[str]:
+    with pytest.raises(ConfigErrors) as caught:
+        preflight(config)
+    return caught.value.lines
+
+
+def test_what_is_all_right_passes(home: Path, config: Make, rewards: Path) -> None:
+    preflight(config(reward_funcs=[f"{rewards}:fine"]))
+
+
+def test_a_lambda_is_a_type_error_that_names_it(home: Path, config: Make, rewards: Path) -> None:
+    with pytest.raises(TypeError, match=rf"reward_funcs\.0: `{rewards}:lam` is a lambda: write it as a function with `def`"):
+        preflight(config(reward_funcs=[f"{rewards}:lam"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module_x:f", "cannot import `no_such_module_x:f`: ModuleNotFoundError: No module named 'no_such_module_x'"),
+        ("trainers.rewards:acuracy_reward", "`trainers.rewards` has no `acuracy_reward`"),
+        ("FILE:number", "is a int, which cannot be called"),
+        ("nothing", "`nothing` is no import path: write `package.module:name` or `file.py:name`"),
+    ],
+)
+def test_rewards_that_cannot_be_loaded(home: Path, config: Make, rewards: Path, path: str, message: str) -> None:
+    (line,) = lines(config(reward_funcs=[path.replace("FILE", str(rewards))]))
+    assert line.startswith("reward_funcs.0: ") and message in line
+
+
+def test_missing_columns_are_named_with_those_there_are(home: Path, config: Make, rewards: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    found = lines(config(dataset={"path": str(path), "prompt_column": "question"}, reward_funcs=[f"{rewards}:needs_colour"]))
+    assert len(found) == 2
+    assert f"dataset: dataset `{path}` has no column `question`; it has: prompt, answer." in found[0]
+    assert found[1] == (f"dataset: dataset `{path}` has no column `colour`, which reward_funcs.0 needs; it has: prompt, answer")
+
+
+def test_a_held_out_set_is_checked_like_the_training_set(home: Path, config: Make, tmp_path: Path) -> None:
+    (line,) = lines(config(eval={"dataset": {"path": str(tmp_path / "none.jsonl")}}))
+    assert line == f"eval.dataset: there is no file {tmp_path / 'none.jsonl'}"
+
+
+def test_models_that_are_not_there(home: Path, config: Make, tmp_path: Path) -> None:
+    assert lines(config(model=str(tmp_path / "no"))) == [f"model: there is no folder {tmp_path / 'no'}"]
+    (tmp_path / "empty").mkdir()
+    (line,) = lines(config(model=str(tmp_path / "empty")))
+    assert "has no config.json" in line
+
+
+def test_a_hub_model_out_of_reach_is_said_so(home: Path, config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (line,) = lines(config(model="nobody/no-such-model"))
+    assert line.startswith("model: nobody/no-such-model is neither a folder here nor a model on the Hub")
+
+
+def test_a_server_that_does_not_answer(home: Path, config: Make, unused_port: int) -> None:
+    (line,) = lines(config(servers={"student": {"url": f"http://127.0.0.1:{unused_port}"}}))
+    assert line.startswith(f"servers.student.url: no vLLM server answers at http://127.0.0.1:{unused_port}")
+
+
+def test_an_sft_run_needs_completions_and_a_scorer(home: Path, config: Make, tmp_path: Path) -> None:
+    dataset: dict[str, Any] = {"path": str(tmp_path / "rows.jsonl")}
+    grpo = config()
+    sft = SFTRunConfig.model_validate({"model": grpo.model, "dataset": dataset, "eval": {"dataset": dataset}})
+    first, second = lines(sft)
+    assert "has no column `completion`" in first
+    assert second.startswith("eval.reward_func: is required for a supervised run")
+
+
+def test_a_storage_folder_that_cannot_be_made(home: Path, config: Make, tmp_path: Path) -> None:
+    (line,) = lines(config(storage={"uri": str(tmp_path / "rows.jsonl" / "below-a-file")}))
+    assert line.startswith("storage.uri: ") and "cannot be made" in line
