@@ -59,9 +59,8 @@ def train(folder: Path, uri: str, attempt: int, resume: int, last: int, where: s
 
 
 def test_killed_anywhere_and_resumed_there_is_one_value_per_step_of_the_newest_attempt(
-    server: MLflowServer, tmp_path: Path
+    server: MLflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import mlflow
     from mlflow import MlflowClient
 
     assert train(tmp_path, server.url, 1, 0, 20, "step:7") == -signal.SIGKILL
@@ -81,7 +80,7 @@ def test_killed_anywhere_and_resumed_there_is_one_value_per_step_of_the_newest_a
     assert run.data.params == {"attempt_independent": "1"}
     assert run.data.tags["loopwright.attempt"] == "4" and run.data.tags["loopwright.cause"] == ""
     assert len(run.inputs.dataset_inputs) == 1
-    mlflow.set_tracking_uri(server.url)  # `load_table` looks for runs there, whatever its client's address
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)  # `load_table` looks for runs there, whatever its client's address
     table = client.load_table(run.info.experiment_id, "rollouts.json", run_ids=[run.info.run_id])
     assert list(table["completion"]) == [f"attempt {1 + (step - 1) // 5}" for step in range(1, 21)]
     pointers = [file.path for file in client.list_artifacts(run.info.run_id, "checkpoints")]
@@ -161,7 +160,9 @@ def test_mlflow_out_of_reach_at_the_start_in_the_middle_and_at_the_end(server: M
     assert len(load) == len({step for step, _ in load}) > 0
 
 
-def test_a_registered_model_loads_again_with_its_lineage(server: MLflowServer, tmp_path: Path) -> None:
+def test_a_registered_model_loads_again_with_its_lineage(
+    server: MLflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
     from mlflow import MlflowClient
 
@@ -179,7 +180,7 @@ def test_a_registered_model_loads_again_with_its_lineage(server: MLflowServer, t
     version = MlflowClient(server.url).get_model_version("team_arith", "1")
     assert version.run_id == tracker.run_id
     assert {"base_model": "base", "checkpoint_step": "1"}.items() <= version.tags.items()
-    mlflow.set_tracking_uri(server.url)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     folder = Path(mlflow.artifacts.download_artifacts("models:/team_arith/1", dst_path=str(tmp_path / "down")))
     assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
@@ -209,12 +210,17 @@ def test_without_a_server_the_local_store_is_written_and_a_server_shows_it(
     assert {file.path for file in seen} == {"config.yaml", "rollouts.json"}
 
 
-def test_a_taken_port_and_a_broken_start_say_why(tmp_path: Path) -> None:
+def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(MLflowServerError, match="is taken"):
             MLflowServer.start(taken.getsockname()[1], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is no database, and long enough to tell" * 100)
     server = MLflowServer.start(free_port(), tmp_path)
     try:
