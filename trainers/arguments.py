@@ -79,8 +79,8 @@ class ArgumentsBase(TrainingArguments):
             if field is None:  # another version of transformers has it
                 continue
             value, default = getattr(self, name), FIXED.get(name, _default(field))
-            if value is False and default == "no":
-                continue  # the spelling of HfArgumentParser
+            if not value and (not default or default == "no"):
+                continue  # off in another spelling: HfArgumentParser writes False and None
             if value != default and value != derived.get(name, default):
                 raise ConfigError(f"{type(self).__name__}({name}={value!r}) cannot be used: {reason}")
 
