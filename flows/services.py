@@ -90,16 +90,23 @@ def start() -> list[tuple[str, str]]:
                 stderr=output,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while running() is None:
-            # Exit code 0: another command's daemon is on its way, so wait for that one.
-            if daemon.poll() or time.monotonic() > deadline:
-                if daemon.poll() is None:
-                    daemon.terminate()
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                raise ServicesError(f"the services did not start; the end of {log}:\n{tail}")
-            time.sleep(0.2)
+        try:
+            _wait_until_up(daemon, log)
+        except BaseException:  # Ctrl-C, too: what was asked for here must not come up after all
+            if daemon.poll() is None:
+                daemon.terminate()
+            raise
     return describe()
+
+
+def _wait_until_up(daemon: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while running() is None:
+        # Exit code 0: another command's daemon is on its way, so wait for that one.
+        if daemon.poll() or time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise ServicesError(f"the services did not start; the end of {log}:\n{tail}")
+        time.sleep(0.2)
 
 
 def stop() -> bool:
