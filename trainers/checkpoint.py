@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -163,7 +164,11 @@ class Checkpointer:
         with warnings.catch_warnings():
             # It warns that a single process is a single process.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            work(*args, **kwargs, **group)
+            try:
+                work(*args, **kwargs, **group)
+            except CheckpointException as error:  # not an `Exception`; raised on every rank
+                rank, (first, _) = next(iter(error.failures.items()))
+                raise CheckpointError(f"rank {rank}: {type(first).__name__}: {first}") from error
 
     def _check_space(self) -> None:
         """Parameters and two optimizer moments at most 4 bytes each, the exported model, and a tenth to spare."""

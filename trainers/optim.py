@@ -45,6 +45,7 @@ def training_arguments(config: TrainerConfig, device: torch.device) -> TrainingA
         "save_total_limit",
         "seed",
     )
+    check_schedule(config)
     every = config.eval.every if config.eval is not None else 0
     try:
         return TrainingArguments(
