@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flows.quickstart import describe, grpo_config, sft_config
 from flows.quickstart_task import CAREFUL, Problem, build_model, build_tokenizer, make_task, write_task
 from trainers.config import SFTConfig
 from trainers.data import PromptBuilder, load_tokenizer
@@ -100,3 +102,47 @@ def test_written_rows_are_the_tasks(tmp_path: Path) -> None:
 def test_importing_the_quick_start_brings_no_torch() -> None:
     code = "import sys, flows.quickstart; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_configs_are_valid_and_keep_held_out_problems_out_of_training(tmp_path: Path) -> None:
+    write_task(tmp_path, 0)
+    for config in (sft_config("a", tmp_path, 0), grpo_config("b", tmp_path, 0, "m", gpus=0)):
+        assert config.eval is not None
+        assert config.eval.dataset.path == str(tmp_path / "held_out.jsonl") != config.dataset.path
+        rows = [json.loads(line) for line in Path(config.dataset.path).read_text().splitlines()]
+        held_out = [json.loads(line) for line in Path(config.eval.dataset.path).read_text().splitlines()]
+        assert len(held_out) >= 500
+        assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+
+
+@pytest.mark.parametrize(("gpus", "trainer_gpus"), [(0, 0), (1, 0), (2, None)])
+def test_server_and_trainer_share_the_gpus_there_are(tmp_path: Path, gpus: int, trainer_gpus: int | None) -> None:
+    config = grpo_config("b", tmp_path, 0, "m", gpus)
+    assert config.servers.student.gpus is None and config.trainer.gpus == trainer_gpus
+
+
+def test_progress_in_words() -> None:
+    assert describe({}, serving=False) == "starting"
+    assert "vLLM" in describe({"step": 0}, serving=True)
+    progress = {"step": 25, "max_steps": 600, "loss": 0.5, "eval/accuracy": 0.25, "eta_s": 60.0}
+    assert describe(progress, False) == "step 25 of at most 600, loss 0.500, held-out accuracy 0.250, at most 60 s left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_whole_quick_start(tmp_path: Path, seed: int) -> None:
+    environment = {**os.environ, "LOOPWRIGHT_HOME": str(tmp_path)}
+    loopwright = str(Path(sys.executable).with_name("loopwright"))
+    try:
+        run = subprocess.run(
+            [loopwright, "quickstart", "--seed", str(seed)], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+    finally:
+        subprocess.run([loopwright, "down"], env=environment, check=True)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert set(result) == {"accuracy_base", "accuracy_sft", "accuracy_grpo", "steps", "seconds", "mlflow_run"}
+    assert result["accuracy_base"] < 0.05
+    assert 0.2 <= result["accuracy_sft"] <= 0.7
+    assert result["accuracy_grpo"] - result["accuracy_sft"] >= 0.15
+    assert result["steps"] > 0 and result["mlflow_run"]
