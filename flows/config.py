@@ -26,21 +26,25 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
 class ServerConfig(StrictModel):
     """One vLLM server: started for the run, or one that is already up (`url`)."""
 
-    url: str | None = Field(None, description="Base URL of a server already up. Default none: the run starts its own.")
+    url: str | None = Field(default=None, description="Base URL of a server already up. Default none: the run starts its own.")
     api_key_env: str = Field(
-        "VLLM_API_KEY",
+        default="VLLM_API_KEY",
         description="With `url`: name of the environment variable that holds the server's key. Default VLLM_API_KEY.",
     )
     gpus: int | None = Field(
-        None, ge=0, description="GPUs to lease. None: tensor_parallel_size where there are GPUs; 0: CPU. Default none."
+        default=None, ge=0, description="GPUs to lease. None: tensor_parallel_size where there are GPUs; 0: CPU. Default none."
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one model copy is split over. Default 1.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs one model copy is split over. Default 1.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence in tokens the server takes. Default: the model's own."
+        default=None, ge=2, description="Longest sequence in tokens the server takes. Default: the model's own."
     )
-    dtype: DType | None = Field(None, description="Type the server computes in. Default: bfloat16 on a GPU, float32 on CPU.")
+    dtype: DType | None = Field(
+        default=None, description="Type the server computes in. Default: bfloat16 on a GPU, float32 on CPU."
+    )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments of vLLM's command line. Default none.")
-    python: str | None = Field(None, description="Interpreter that has vLLM installed. Default: the one that runs Loopwright.")
+    python: str | None = Field(
+        default=None, description="Interpreter that has vLLM installed. Default: the one that runs Loopwright."
+    )
     env: dict[str, str] = Field(
         default_factory=dict,
         description="Further environment variables of the server; secrets as ${oc.env:NAME}. Default none.",
@@ -77,9 +81,11 @@ class ServersConfig(StrictModel):
 class LaunchConfig(StrictModel):
     """How the trainer is launched."""
 
-    ranks: int = Field(1, ge=1, description="Trainer processes on this machine, sharded with FSDP2. Default 1.")
+    ranks: int = Field(default=1, ge=1, description="Trainer processes on this machine, sharded with FSDP2. Default 1.")
     gpus: int | None = Field(
-        None, ge=0, description="GPUs to lease: one per rank, or 0 for CPU. Default none: one per rank if there are any."
+        default=None,
+        ge=0,
+        description="GPUs to lease: one per rank, or 0 for CPU. Default none: one per rank if there are any.",
     )
 
     @model_validator(mode="after")
@@ -95,7 +101,8 @@ class StorageConfig(StrictModel):
     """Where checkpoints go."""
 
     uri: str | None = Field(
-        None, description="Folder, plain or as file://…; a run's files go to <uri>/<name>. Default <LOOPWRIGHT_HOME>/runs."
+        default=None,
+        description="Folder, plain or as file://…; a run's files go to <uri>/<name>. Default <LOOPWRIGHT_HOME>/runs.",
     )
 
     @field_validator("uri")
@@ -118,9 +125,10 @@ class TrackingConfig(StrictModel):
     """Where metrics go."""
 
     uri: str | None = Field(
-        None, description="MLflow tracking URI. Default: the store in <LOOPWRIGHT_HOME>/mlflow, which `loopwright up` serves."
+        default=None,
+        description="MLflow tracking URI. Default: the store in <LOOPWRIGHT_HOME>/mlflow, which `loopwright up` serves.",
     )
-    experiment: str = Field("loopwright", min_length=1, description="MLflow experiment. Default loopwright.")
+    experiment: str = Field(default="loopwright", min_length=1, description="MLflow experiment. Default loopwright.")
 
     @field_validator("uri")
     @classmethod
@@ -133,13 +141,13 @@ class TrackingConfig(StrictModel):
 class RetryConfig(StrictModel):
     """How often a failed attempt is resumed by itself, by the class of its failure."""
 
-    infrastructure: int = Field(3, ge=0, description="Server or process died, network, port taken. Default 3.")
-    memory: int = Field(0, ge=0, description="Out of memory. Default 0: fail with the numbers.")
-    user: int = Field(0, ge=0, description="Reward function, config or dataset. Default 0: fail at once.")
-    no_progress: int = Field(0, ge=0, description="Nothing moved for rollout_worker_timeout. Default 0.")
-    divergence: int = Field(0, ge=0, description="Loss or gradient not finite. Default 0.")
+    infrastructure: int = Field(default=3, ge=0, description="Server or process died, network, port taken. Default 3.")
+    memory: int = Field(default=0, ge=0, description="Out of memory. Default 0: fail with the numbers.")
+    user: int = Field(default=0, ge=0, description="Reward function, config or dataset. Default 0: fail at once.")
+    no_progress: int = Field(default=0, ge=0, description="Nothing moved for rollout_worker_timeout. Default 0.")
+    divergence: int = Field(default=0, ge=0, description="Loss or gradient not finite. Default 0.")
     backoff_s: float = Field(
-        5.0, ge=0, description="Seconds before the first resume, doubled each time up to 5 minutes. Default 5."
+        default=5.0, ge=0, description="Seconds before the first resume, doubled each time up to 5 minutes. Default 5."
     )
 
 
@@ -147,7 +155,7 @@ class LimitsConfig(StrictModel):
     """What a run may use."""
 
     wall_clock_s: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Seconds one flow run may take; then it checkpoints, stops and fails, and can be resumed. Default none.",
     )
@@ -157,7 +165,7 @@ class RunSettings(StrictModel):
     """What every run config has around the trainer's fields."""
 
     name: str | None = Field(
-        None, description="Name of the run, unique in the registry; the same name again resumes. Default: made up."
+        default=None, description="Name of the run, unique in the registry; the same name again resumes. Default: made up."
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run. Default none.")
     trainer: LaunchConfig = Field(default_factory=LaunchConfig, description="Launching the trainer.")
@@ -189,8 +197,8 @@ class GRPORunConfig(GRPOConfig, RunSettings):
     """A GRPO run: trainer, server, storage, tracking."""
 
     servers: ServersConfig = Field(default_factory=ServersConfig, description="vLLM servers.")
-    output_dir: SkipJsonSchema[str] = Field("", exclude=True)
-    vllm_server_base_url: SkipJsonSchema[str] = Field("", exclude=True)
+    output_dir: SkipJsonSchema[str] = Field(default="", exclude=True)
+    vllm_server_base_url: SkipJsonSchema[str] = Field(default="", exclude=True)
 
     @model_validator(mode="after")
     def _has_reward(self) -> GRPORunConfig:
@@ -202,7 +210,7 @@ class GRPORunConfig(GRPOConfig, RunSettings):
 class SFTRunConfig(SFTConfig, RunSettings):
     """A supervised run: trainer, storage, tracking."""
 
-    output_dir: SkipJsonSchema[str] = Field("", exclude=True)
+    output_dir: SkipJsonSchema[str] = Field(default="", exclude=True)
 
 
 RunConfig = GRPORunConfig | SFTRunConfig

@@ -28,9 +28,11 @@ def launch(config: RunConfig) -> dict[str, Any]:
         from flows.sft import train_sft
 
         click.echo(f"run {config.name}; Prefect at {url.removesuffix('/api')}")
-        chosen = train_grpo if isinstance(config, GRPORunConfig) else train_sft
         try:
-            result = chosen.with_options(flow_run_name=config.name)(config)
+            if isinstance(config, GRPORunConfig):
+                result = train_grpo.with_options(flow_run_name=config.name)(config)
+            else:
+                result = train_sft.with_options(flow_run_name=config.name)(config)
         finally:
             _flush_logs()
     assert isinstance(result, dict), result
@@ -42,4 +44,4 @@ def _flush_logs() -> None:
     """What the flow logged reaches Prefect while its server is still there."""
     from prefect.logging.handlers import APILogHandler
 
-    APILogHandler.flush()
+    APILogHandler.flush()  # pyright: ignore[reportCallIssue]  # a class method behind a decorator

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import runtime, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Failed, State
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Failed
 
 from flows import artifacts
 from flows.config import GRPORunConfig, RunConfig
@@ -89,9 +91,9 @@ def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
     """The body of a training flow: its result, or a Failed state whose message begins with the cause."""
     registry = Registry()
     print(reap_all(registry))
-    flow_run_id = str(runtime.flow_run.id)
+    flow_run_id = str(flow_run.id)
     try:
-        config = named(registry, config, flow_run_id, str(runtime.flow_run.name))
+        config = named(registry, config, flow_run_id, str(flow_run.name))
         preflight(config)
         run, resumed = open_run(registry, config, flow, flow_run_id)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from flows.config import RetryConfig, RunConfig
 from infra.errors import InfraError
@@ -187,8 +187,9 @@ class Policy:
 
 def failure_of(error: BaseException) -> FailureClass:
     """The retry policy's class of an exception; what nobody foresaw counts as the user's, so that it is not repeated."""
+    known: tuple[FailureClass, ...] = get_args(FailureClass)
     failure = getattr(error, "failure_class", "user")
-    return failure if failure in RetryConfig.model_fields else "user"
+    return failure if failure in known else "user"
 
 
 def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:
