@@ -27,13 +27,24 @@ from typing import Any, Literal
 from infra.outbox import Outbox, OutboxInUse
 from infra.rollout_table import bounded_rows
 from infra.system_metrics import SystemSampler
-from infra.tracking_mlflow import Backend, MlflowBackend
+from infra.tracking_mlflow import Backend, MlflowBackend, files_of
 from infra.tracking_params import flatten, without_secrets
 from infra.tracking_sender import Sender
 
 __all__ = ["OutboxInUse", "Tracker", "default_uri", "end_run", "flush_outbox", "register_model"]
 
 log = logging.getLogger(__name__)
+
+# What of a checkpoint's folder only a resume needs: it is not part of a registered model.
+RESUME_FILES = (
+    "resume/*",
+    "rng/*",
+    "scheduler.pt",
+    "loop_state.json",
+    "rollout_state.json",
+    "rollout_buffer.npz",
+    "manifest.json",
+)
 
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -168,15 +179,24 @@ class Tracker:
     def log_model(self, path: str | Path, name: str, tags: dict[str, Any] | None = None) -> str:
         """Upload a model folder and register it as the next version of `name`. Returns the key of `models`.
 
-        The folder is stored as it is: `AutoModelForCausalLM.from_pretrained(mlflow.artifacts.download_artifacts(
-        "models:/<name>/<version>"))` loads it. The same folder contents registered again give the same version.
+        A checkpoint's folder is stored without its `RESUME_FILES`. `AutoModelForCausalLM.from_pretrained(
+        mlflow.artifacts.download_artifacts("models:/<name>/<version>"))` loads it. The same contents registered again give
+        the same version.
         """
         path = Path(path).absolute()
         key = _model_key(path, name)
         lineage = {tag: str(value) for tag, value in (tags or {}).items()}
         # A folder per key: a later model of the run must not change the files of an earlier version.
         artifact_dir = f"models/{key[:12]}"
-        self._append(kind="model", path=str(path), name=_model_name(name), artifact_dir=artifact_dir, key=key, tags=lineage)
+        self._append(
+            kind="model",
+            path=str(path),
+            exclude=RESUME_FILES,
+            name=_model_name(name),
+            artifact_dir=artifact_dir,
+            key=key,
+            tags=lineage,
+        )
         return key
 
     @property
@@ -280,10 +300,9 @@ def _model_name(name: str) -> str:
 def _model_key(path: Path, name: str) -> str:
     """Changes when a file of the folder does."""
     digest = hashlib.sha256(name.encode())
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            stat = file.stat()
-            digest.update(f"{file.relative_to(path)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    for file in files_of(path, RESUME_FILES):
+        stat = file.stat()
+        digest.update(f"{file.relative_to(path)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,7 +47,7 @@ class Backend(Protocol):
     def set_tags(self, run_id: str, tags: dict[str, str]) -> None: ...
     def log_datasets(self, run_id: str, datasets: Sequence[dict[str, Any]]) -> None: ...
     def log_text(self, run_id: str, text: str, artifact: str) -> None: ...
-    def log_path(self, run_id: str, path: Path, artifact_dir: str | None) -> None: ...
+    def log_path(self, run_id: str, path: Path, artifact_dir: str | None, exclude: Sequence[str] = ()) -> None: ...
     def log_table(self, run_id: str, path: Path) -> None: ...
     def register_model(self, run_id: str, name: str, artifact_dir: str, key: str, tags: dict[str, str]) -> str: ...
     def set_status(self, run_id: str, status: str, end_ms: int | None) -> None: ...
@@ -174,14 +175,18 @@ class MlflowBackend:
             parent = str(Path(artifact).parent)
             self.log_path(run_id, path, None if parent == "." else parent)
 
-    def log_path(self, run_id: str, path: Path, artifact_dir: str | None) -> None:
-        if not path.exists():
-            raise Rejected(f"{path} does not exist")
+    def log_path(self, run_id: str, path: Path, artifact_dir: str | None, exclude: Sequence[str] = ()) -> None:
         with _rejections():
-            if path.is_dir():
-                self._client.log_artifacts(run_id, str(path), artifact_dir)
-            else:
+            if not path.is_dir():
                 self._client.log_artifact(run_id, str(path), artifact_dir)
+                return
+            with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
+                # MLflow uploads whole folders: give it one of links to what is wanted.
+                for file in files_of(path, exclude):
+                    link = Path(folder) / file.relative_to(path)
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(file.absolute())
+                self._client.log_artifacts(run_id, folder, artifact_dir)
 
     def log_table(self, run_id: str, path: Path) -> None:
         self.log_path(run_id, path, None)
@@ -210,9 +215,18 @@ class MlflowBackend:
             self._client.set_terminated(run_id, status, end_ms)
 
 
+def files_of(folder: Path, exclude: Sequence[str]) -> list[Path]:
+    """Files below `folder`, but for those whose path in it matches one of `exclude` (`fnmatch`: `*` matches `/` too)."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return [file for file in files if not any(fnmatch(file.relative_to(folder).as_posix(), pattern) for pattern in exclude)]
+
+
 @contextmanager
 def _rejections() -> Iterator[None]:
-    """`Rejected` for what the server will never take (400); a missing run or a refused key may be mended: try again."""
+    """`Rejected` for what the server will never take (400) and for local files that are gone.
+
+    A missing run or a refused key may be mended, so that is tried again.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
@@ -221,6 +235,8 @@ def _rejections() -> Iterator[None]:
         if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "FEATURE_DISABLED"):
             raise Rejected(str(error)) from error
         raise
+    except FileNotFoundError as error:
+        raise Rejected(str(error)) from error
 
 
 @contextmanager

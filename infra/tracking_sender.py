@@ -191,7 +191,7 @@ class Sender:
             case "artifact":
                 backend.log_path(run_id, Path(record["path"]), record["name"])
             case "model":
-                backend.log_path(run_id, Path(record["path"]), record["artifact_dir"])
+                backend.log_path(run_id, Path(record["path"]), record["artifact_dir"], record["exclude"])
                 version = backend.register_model(run_id, record["name"], record["artifact_dir"], record["key"], record["tags"])
                 models = {**self._outbox.state["models"], record["key"]: {"name": record["name"], "version": version}}
                 self._outbox.save_state(models=models)

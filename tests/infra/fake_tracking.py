@@ -90,7 +90,7 @@ class FakeMlflow:
         self._request()
         self.artifacts[artifact] = text
 
-    def log_path(self, run_id: str, path: Path, artifact_dir: str | None) -> None:
+    def log_path(self, run_id: str, path: Path, artifact_dir: str | None, exclude: Sequence[str] = ()) -> None:
         self._request()
         if not path.exists():
             raise Rejected(f"{path} does not exist")

@@ -170,6 +170,10 @@ def test_a_registered_model_loads_again_with_its_lineage(
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
     (model / "model.safetensors").write_bytes(bytes(range(256)))
+    (model / "resume").mkdir()
+    (model / "resume" / "optimizer.distcp").write_bytes(b"large")
+    (model / "templates").mkdir()
+    (model / "templates" / "tools.jinja").write_text("{{ messages }}")
     tracker = Tracker(tmp_path, server.url, "models", "r", system_metrics_s=0)
     tracker.start({"model": "base"})
     tracker.log(1, {"reward": 1.0})
@@ -184,6 +188,10 @@ def test_a_registered_model_loads_again_with_its_lineage(
     folder = Path(mlflow.artifacts.download_artifacts("models:/team_arith/1", dst_path=str(tmp_path / "down")))
     assert (folder / "model.safetensors").read_bytes() == bytes(range(256))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert found == {"config.json", "model.safetensors", "templates/tools.jinja"}  # not what only a resume needs
+    stored = list((server.log_path.parent / "artifacts").rglob("model.safetensors"))
+    assert len(stored) == 1 and not stored[0].is_symlink()
     assert MlflowClient(server.url).get_run(version.run_id).info.status == "FINISHED"  # registering does not reopen it
 
 
