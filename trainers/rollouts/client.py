@@ -24,6 +24,7 @@ from trainers.types import TurnRecord, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+_NO_LOGPROB = -9999.0  # how vLLM writes −inf and NaN
 
 
 class RequestFailed(Exception):
@@ -191,6 +192,8 @@ def _parse(choice: dict[str, Any], prompt_ids: np.ndarray, version: int) -> Turn
     )
     if len(values) != len(output_ids):
         raise RequestFailed("bad_answer", f"the server sent {len(values)} logprobs for {len(output_ids)} tokens")
+    if min(values, default=0.0) <= _NO_LOGPROB:
+        raise RequestFailed("bad_logprob", "the server has no finite logprob for a token it sampled: its weights may hold NaN")
     return TurnRecord(
         prompt_ids=prompt_ids,
         output_ids=output_ids,

@@ -213,7 +213,8 @@ class Ledger:
     @property
     def done(self) -> int:
         """Prompts that count, over all epochs."""
-        return self._first * self.prompts + sum(entry.limit - entry.open for entry in self._open.values())
+        closed = self._first and (self._first - 1) * self.prompts + self._limit(self._first - 1)
+        return closed + sum(entry.limit - entry.open for entry in self._open.values())
 
     def size(self, epoch: int) -> int:
         """Prompts to be done in this epoch."""

@@ -36,6 +36,7 @@ from trainers.types import Step
 
 _POLL_S = 1.0
 _CLOSE_S = 5.0
+_START_S = 300.0  # imports and reading the data are silent
 _DROPPED_ENV = (
     "RANK",
     "LOCAL_RANK",
@@ -197,7 +198,8 @@ class RolloutProcess:
                 if self._process.poll() is not None and not self._channel.wait(0):
                     raise self._died()
                 silent_s = time.monotonic() - heard
-                if silent_s > self._config.rollout_worker_timeout:
+                limit_s = self._config.rollout_worker_timeout
+                if silent_s > (max(limit_s, _START_S) if kind == "info" else limit_s):
                     raise NoProgress(f"the rollout process has said nothing for {silent_s:.0f} s; it was: {self._doing}")
                 continue
             try:

@@ -29,16 +29,24 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     async def run(self, coroutine: Any) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True).start()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="async rewards", daemon=True)
+            self._thread.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_forever()
+        loop.close()
+
     def stop(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(1)  # one that blocks is left behind
 
 
 class _Function:

@@ -1,0 +1,76 @@
+"""A stub of vLLM's generate endpoint (aiohttp), for faults that a real server will not produce on request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+EOS = 1
+
+
+class StubServer:
+    """Answers at once with two characters and EOS. Faults are taken from `faults`, one per request, before that.
+
+    A fault is a status (`400`, `500`), `"reset"` (the connection is cut), `"hang"` (no answer), or `"abort"` (finish_reason).
+    """
+
+    def __init__(self, completion: str = "42", max_model_len: int = 64, generate: bool = True) -> None:
+        self.faults: deque[int | str] = deque()
+        self.requests: list[dict[str, Any]] = []
+        self.version = "0"
+        self.url = ""
+        self.delay_s = 0.0
+        self._ids = [ord(char) + 4 for char in completion] + [EOS]
+        self._max_model_len, self._generate = max_model_len, generate
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[StubServer]:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        if self._generate:
+            app.router.add_post("/inference/v1/generate", self._answer)
+        app.router.add_post("/v1/completions", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self._max_model_len}]})
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body:
+            return web.json_response({"error": {"message": "empty"}}, status=400)
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if isinstance(fault, int):
+            return web.json_response({"error": {"message": f"told to answer {fault}"}}, status=fault)
+        if fault == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        await asyncio.sleep(3600 if fault == "hang" else self.delay_s)
+        limit = body["sampling_params"]["max_tokens"] if "sampling_params" in body else body["max_tokens"]
+        ids = self._ids[:limit]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": "abort" if fault == "abort" else "stop" if ids[-1:] == [EOS] else "length",
+            "token_ids": ids,
+        }
+        if request.path == "/v1/completions":
+            choice["logprobs"] = {"token_logprobs": [-0.25] * len(ids)}
+        else:
+            choice["logprobs"] = {"content": [{"token_id": i, "logprob": -0.25} for i in ids]}
+            choice["weight_versions"] = [{"version": self.version, "start": 0, "end": len(ids)}]
+        return web.json_response({"choices": [choice]})

@@ -1,0 +1,275 @@
+"""The rollout loop with its scoring pool, against the stub server: hooks, rewards of every kind, failures of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_engine import CharTokenizer, fake_config
+from tests.support.stub_server import StubServer
+from trainers.errors import DatasetError, RolloutFailures
+from trainers.rollouts.engine import StepEngine
+from trainers.rollouts.loop import AsyncRolloutLoop
+from trainers.rollouts.main import build_engine
+from trainers.rollouts.payload import Payload
+from trainers.types import Prompt, Rollout, RolloutGroup
+
+Reward = Callable[..., Any]
+
+
+def by_rank(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+@asynccontextmanager
+async def running(
+    stub: StubServer, rewards: list[Reward], prompts: int = 4, loop_class: type | None = None, args: Any = None, **changes: Any
+) -> AsyncIterator[StepEngine]:
+    """An engine over the real loop, synced at version 0. Its step has room for everything, so that it ends with the data."""
+    async with stub.run():
+        changes = {"per_device_train_batch_size": 1000, "max_rollout_failure_frac": 1.0, "num_generations": 3} | changes
+        config = fake_config(vllm_server_base_url=stub.url, max_completion_length=8, **changes)
+        rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)]
+        payload = Payload(reward_funcs=rewards, dataset=rows, tokenizer=CharTokenizer(), loop_class=loop_class, args=args)
+        engine, _ = await build_engine(config, payload, version=0, resume_step=0, world_size=1)
+        engine.start()
+        engine.synced(0)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def only_step(engine: StepEngine) -> Any:
+    return await asyncio.wait_for(engine.step(1, 0), 60)
+
+
+async def test_a_whole_epoch_becomes_one_step() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def reward(
+        completions: list[Any], prompts: list[Any], completion_ids: list[Any], answer: list[str], **kwargs: Any
+    ) -> list[float]:
+        seen.append({"completions": completions, "prompts": prompts, "ids": completion_ids, "answer": answer})
+        return by_rank(completions)
+
+    stub = StubServer()
+    async with running(stub, [reward]) as engine:
+        step = await only_step(engine)
+    assert (step.totals.groups, step.totals.sequences, step.totals.tokens) == (4, 12, 36)
+    assert all(call["answer"] == [call["answer"][0]] * 3 for call in seen)
+    assert seen[0]["completions"][0] == [{"role": "assistant", "content": "42"}] and seen[0]["ids"][0] == [56, 54, 1]
+    advantages = {round(float(a), 3) for a in step.rows[0][0].advantages}
+    assert advantages == {-1.225, 0.0, 1.225}
+    seeds = [request["sampling_params"]["seed"] for request in stub.requests]
+    assert len(set(seeds)) == 12 and max(seeds) > 2**40
+    metrics = step.metrics
+    assert metrics["reward"] == (12.0, 12.0) and metrics["rewards/reward"] == (12.0, 12.0)
+    assert metrics["completions/mean_length"] == (36.0, 12.0) and metrics["completions/clipped_ratio"] == (0.0, 12.0)
+    rows = engine.drain_rows()
+    assert len(rows) == 12 and rows[0]["completion"] == "42" and rows[0]["outcome"] == "kept"
+
+
+async def test_none_is_not_applicable_and_all_none_is_unscorable() -> None:
+    def first(completions: list[Any], **kwargs: Any) -> list[float | None]:
+        return [1.0, None, None]
+
+    async def second(completions: list[Any], **kwargs: Any) -> list[float | None]:
+        return [1.0, 3.0, None]
+
+    async with running(
+        StubServer(), [first, second], prompts=1, reward_weights=[1.0, 0.5], reward_funcs=["a:b", "c:d"]
+    ) as engine:
+        step = await only_step(engine)
+        rows = engine.drain_rows()
+    assert [row["reward"] for row in rows] == [1.5, 1.5, None] and rows[2]["advantage"] == 0.0
+    # The two scorable rewards are equal: no variance, whatever the unscorable one might have been.
+    assert step is None and engine.ledger.summary == {0: {"trained": 0, "dropped": {"zero_variance": 1}}}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+async def test_a_reward_that_is_no_number_fails_its_rollout_and_the_group_goes_on(bad: float) -> None:
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [bad, 0.0, 1.0]
+
+    async with running(StubServer(), [reward], prompts=1) as engine:
+        step = await only_step(engine)
+    assert step.totals.sequences == 2 and step.metrics["rollout/failed_total/reward"][0] == 1
+    assert step.metrics["reward"] == (1.0, 2.0)
+
+
+async def test_a_reward_that_raises_fails_only_the_rollouts_at_fault() -> None:
+    calls = 0
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 2):  # the group, then its first rollout alone
+            raise ValueError("cannot judge")
+        return [float(calls)] * len(completions)
+
+    async with running(StubServer(), [reward], prompts=1) as engine:
+        step = await only_step(engine)
+    assert step.totals.sequences == 2 and step.metrics["rollout/failed_total/reward"][0] == 1
+
+
+async def test_one_refused_request_costs_one_rollout() -> None:
+    stub = StubServer()
+    stub.faults.append(400)
+    async with running(stub, [by_rank], prompts=1) as engine:
+        step = await only_step(engine)
+    assert step.totals.sequences == 2 and step.metrics["rollout/failed_total/http_400"][0] == 1
+
+
+async def test_a_group_with_one_rollout_left_is_dropped_as_failed() -> None:
+    stub = StubServer()
+    stub.faults.extend([400, 400])
+    async with running(stub, [by_rank], prompts=2) as engine:
+        step = await only_step(engine)
+    assert step.totals.groups == 1 and step.metrics["rollout/dropped_groups_total/failed"][0] == 1
+    assert engine.ledger.state_dict()["dropped"] == {"failed": 1}
+
+
+async def test_a_500_and_a_reset_are_retried_and_counted() -> None:
+    stub = StubServer()
+    stub.faults.extend([500, "reset"])
+    async with running(stub, [by_rank], prompts=1) as engine:
+        step = await only_step(engine)
+    assert step.totals.sequences == 3 and step.metrics["rollout/vllm_retry_total"][0] == 2
+
+
+async def test_too_many_failures_end_the_run_most_frequent_cause_first() -> None:
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        raise KeyError("solution")
+
+    stub = StubServer()
+    stub.faults.append(400)
+    async with running(stub, [reward], prompts=40, max_rollout_failure_frac=0.1) as engine:
+        with pytest.raises(
+            RolloutFailures, match=r"\d+ × reward: reward: KeyError: 'solution'; 1 × http_400: .*told to answer 400"
+        ):
+            await only_step(engine)
+
+
+async def test_failures_of_a_short_run_are_judged_at_its_end() -> None:
+    stub = StubServer()
+    stub.faults.extend([400] * 3)
+    async with running(stub, [by_rank], prompts=1, max_rollout_failure_frac=0.1) as engine:
+        with pytest.raises(RolloutFailures, match="3 of the last 3 rollouts failed"):
+            await only_step(engine)
+
+
+async def test_prompts_the_server_cannot_take_are_dropped_before_dispatch() -> None:
+    stub = StubServer(max_model_len=5)  # "<p0>" has four tokens, "<p10>" five
+    async with running(stub, [by_rank], prompts=12) as engine:
+        step = await only_step(engine)
+    assert step.totals.groups == 10 and step.metrics["rollout/dropped_groups_total/too_long"][0] == 2
+    assert all(request["sampling_params"]["max_tokens"] == 1 for request in stub.requests)  # clipped to what fits
+
+
+async def test_empty_and_eos_only_completions_are_ordinary() -> None:
+    stub = StubServer(completion="")
+    async with running(stub, [by_rank], prompts=1) as engine:
+        step = await only_step(engine)
+    assert step.totals.tokens == 3 and step.metrics["completions/empty_total"][0] == 3
+
+    stub = StubServer(completion="")
+    stub._ids = []  # not even EOS
+    async with running(stub, [by_rank], prompts=1) as engine:
+        assert await only_step(engine) is None
+    assert engine.ledger.summary == {0: {"trained": 0, "dropped": {"empty": 1}}}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_slow_judge_does_not_stop_generation(kind: str) -> None:
+    release = threading.Event()
+
+    def slow(completions: list[Any], **kwargs: Any) -> list[float]:
+        release.wait(30)
+        return by_rank(completions)
+
+    async def blocking(completions: list[Any], **kwargs: Any) -> list[float]:
+        release.wait(30)  # an async function that blocks: worse than slow
+        return by_rank(completions)
+
+    stub = StubServer()
+    async with running(stub, [slow if kind == "sync" else blocking], prompts=20, max_concurrent_rollouts=6) as engine:
+        request = asyncio.create_task(only_step(engine))
+        deadline = time.monotonic() + 20
+        while len(stub.requests) < 60 and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        generated = len(stub.requests)
+        release.set()
+        assert generated == 60, "generation waited for the judge"
+        assert (await request).totals.groups == 20
+
+
+async def test_concurrency_is_bounded() -> None:
+    most = 0
+
+    class Watching(AsyncRolloutLoop):
+        async def generate_one(self, prompt: Prompt) -> Rollout:
+            nonlocal most
+            most = max(most, len(self._generating))
+            return await super().generate_one(prompt)
+
+    stub = StubServer()
+    stub.delay_s = 0.01
+    async with running(stub, [by_rank], prompts=10, loop_class=Watching, max_concurrent_rollouts=7) as engine:
+        assert (await only_step(engine)).totals.groups == 10
+    assert most == 6  # two groups of three
+
+
+async def test_the_hooks_of_a_subclass() -> None:
+    class Mine(AsyncRolloutLoop):
+        async def setup(self) -> None:
+            self.pass_rates: dict[int, float] = {}
+
+        def filter_prompt(self, row_index: int, row: dict[str, Any], epoch: int) -> bool:
+            assert row["prompt"] == f"p{row_index}"
+            return self.pass_rates.get(row_index, 0.0) < self.config["cap"]
+
+        async def generate_one(self, prompt: Prompt) -> Rollout:
+            rollout = await super().generate_one(prompt)
+            rollout.reward = 10.0 * (prompt.row == 1)
+            return rollout
+
+        def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+            self.pass_rates[group.row_index] = float(np.mean(group.rewards > 5))
+            return super().compute_advantages(group) * 2
+
+    async with running(
+        StubServer(), [by_rank], prompts=2, loop_class=Mine, args={"cap": 0.9}, num_train_epochs=2, max_concurrent_rollouts=1
+    ) as engine:
+        step = await only_step(engine)
+    assert step.totals.groups == 3  # row 1 passes in the first epoch and is left out of the second
+    assert step.metrics["rollout/dropped_groups_total/filtered"][0] == 1
+    assert {round(float(a), 2) for a in step.rows[0][0].advantages} == {-2.45, 0.0, 2.45}
+    assert engine.ledger.state_dict()["dropped"] == {"filtered": 1}
+
+
+async def test_an_epoch_in_which_every_prompt_is_filtered_raises() -> None:
+    class Picky(AsyncRolloutLoop):
+        def filter_prompt(self, row_index: int, row: dict[str, Any], epoch: int) -> bool:
+            return False
+
+    async with running(StubServer(), [by_rank], loop_class=Picky, max_steps=3) as engine:
+        with pytest.raises(DatasetError, match=r"every prompt of epoch 0 was rejected \(4 filtered"):
+            await only_step(engine)
+
+
+async def test_a_fault_in_a_hook_ends_the_run_with_it() -> None:
+    class Broken(AsyncRolloutLoop):
+        def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+            raise ZeroDivisionError("in the hook")
+
+    async with running(StubServer(), [by_rank], loop_class=Broken) as engine:
+        with pytest.raises(ZeroDivisionError, match="in the hook"):
+            await only_step(engine)
