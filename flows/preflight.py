@@ -13,8 +13,9 @@ from typing import Any
 
 from flows.config import GRPORunConfig, RunConfig
 from flows.config_file import ConfigErrors
+from flows.convert import resolve_model
 from trainers.config import CallableSpec, DatasetConfig
-from trainers.errors import LoopwrightError
+from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 
 
@@ -54,7 +55,12 @@ def preflight(config: RunConfig) -> None:
 
 
 def check_model(model: str) -> Iterator[str]:
-    """A folder with a model, or a hub id that the local cache or the hub knows."""
+    """A folder with a model, a packaged model (converted now if it was not yet), or a hub id that cache or hub know."""
+    try:
+        model = resolve_model(model)
+    except ConfigError as error:
+        yield f"model: {error}"
+        return
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
