@@ -91,6 +91,9 @@ class Outbox:
         """Write one record. A full disk is warned of and the record kept in memory: tracking never stops training."""
         line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
         with self._mutex:
+            if self._file < 0:
+                log.warning("tracking: a %s record came after the end and is dropped", record["kind"])
+                return
             self._unsaved.append(line)
             try:
                 while self._unsaved:
@@ -133,7 +136,9 @@ class Outbox:
             write_atomically(self._state_path, json.dumps(self.state, indent=1).encode())
 
     def close(self) -> None:
-        os.close(self._file)
+        with self._mutex:
+            os.close(self._file)
+            self._file = -1  # the number may soon be that of another file
         os.close(self._lock_file)
 
 
@@ -152,7 +157,6 @@ class Held:
         self._points: dict[int, dict[str, Point]] = {}
         self._rollouts: dict[int, list[dict[str, Any]]] = {}
         self._since: int | None = None
-        self.superseded_steps: list[int] = []
 
     def needed_from(self, end: int) -> int:
         """The offset up to which nothing is held; `end` is the offset behind the last record fed."""
@@ -173,9 +177,9 @@ class Held:
             if resumed is None:
                 return [record]
             released = self._release(resumed) if resumed > 0 else []
-            self.superseded_steps = sorted(self._points)
+            superseded = sorted(self._points)
             self._clear()
-            return [*released, record]
+            return [*released, {**record, "superseded": superseded}]
         if kind == "end":
             if record["status"] == "FINISHED":
                 return [*self._release(None), record]

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class SystemSampler:
-    """A thread that calls `report({name: value})` every `interval_s` until `stop`. MLflow's own monitors do the reading.
+    """A thread that calls `report({name: value})` now and every `interval_s` until `stop`. MLflow's monitors do the reading.
 
     GPUs are read where the driver answers, else left out.
     """
@@ -24,7 +24,8 @@ class SystemSampler:
 
     def _run(self) -> None:
         monitors = _monitors()
-        while not self._stopping.wait(self._interval_s):
+        stopped = False
+        while not stopped:
             values: dict[str, float] = {}
             for monitor in monitors:
                 try:
@@ -34,6 +35,7 @@ class SystemSampler:
                 except Exception as error:
                     log.warning("tracking: no system metrics from %s: %s", type(monitor).__name__, error)
             self._report(values)
+            stopped = self._stopping.wait(self._interval_s)
 
     def stop(self) -> None:
         self._stopping.set()

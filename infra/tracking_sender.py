@@ -202,8 +202,8 @@ class Sender:
         import yaml
 
         run_id, attempt = self._run_id, record["attempt"]
-        if self._held.superseded_steps:
-            log.info("tracking: steps %s of the last attempt are superseded", _span(self._held.superseded_steps))
+        if record.get("superseded"):
+            log.info("tracking: what the last attempt logged for steps %s is superseded", _span(record["superseded"]))
         if record["resume_step"] is not None:
             self._table.drop_after(record["resume_step"])
         backend.set_status(run_id, "RUNNING", None)

@@ -56,15 +56,15 @@ def test_values_of_one_step_may_come_in_pieces_and_the_later_value_counts() -> N
 def test_a_resume_supersedes_the_steps_after_the_checkpoint_and_commits_the_others() -> None:
     # Killed after the checkpoint of step 2 was whole, before its commit was written.
     held = Held()
-    assert released(held, metrics(1, a=1.0), metrics(2, a=2.0), metrics(3, a=3.0), start(2)) == [("a", 1, 1.0), ("a", 2, 2.0)]
-    assert held.superseded_steps == [3]
+    assert released(held, metrics(1, a=1.0), metrics(2, a=2.0), metrics(3, a=3.0)) == []
+    assert held.feed(start(2), 40) == [Point("a", 1.0, 1, 1000), Point("a", 2.0, 2, 2000), {**start(2), "superseded": [3]}]
     assert released(held, metrics(3, a=30.0), commit(3)) == [("a", 3, 30.0)]
 
 
 def test_a_start_from_the_beginning_supersedes_everything_held_step_0_included() -> None:
     held = Held()
-    assert released(held, metrics(0, a=1.0), metrics(1, a=1.0), start(0)) == []
-    assert held.superseded_steps == [0, 1]
+    assert released(held, metrics(0, a=1.0), metrics(1, a=1.0)) == []
+    assert held.feed(start(0), 20) == [{**start(0), "superseded": [0, 1]}]
     assert released(held, metrics(0, a=2.0), commit(0)) == [("a", 0, 2.0)]
 
 
@@ -201,6 +201,19 @@ def test_a_full_disk_loses_nothing_once_it_has_room_again(
     outbox.append(commit(4))
     assert [record["step"] for record, _ in outbox.read(0)] == [1, 2, 3, 4]
     outbox.close()
+
+
+def test_what_comes_after_the_end_is_dropped_and_hits_no_other_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outbox = Outbox(tmp_path / "t")
+    outbox.append(commit(1))
+    outbox.close()
+    others = [(tmp_path / str(n)).open("w+") for n in range(4)]  # these take the closed numbers
+    outbox.append(commit(2))
+    assert "after the end" in caplog.text
+    assert [(tmp_path / str(n)).stat().st_size for n in range(4)] == [0] * 4
+    assert outbox.path.read_text().count("commit") == 1
+    for other in others:
+        other.close()
 
 
 def test_one_process_at_a_time_has_it_open(tmp_path: Path) -> None:
