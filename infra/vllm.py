@@ -43,6 +43,8 @@ PLUGIN = Path(__file__).parent / "vllm_plugin"
 SERVED_NAME = "policy"
 POLL_S = 0.5
 PROGRESS_S = 10.0
+# "(EngineCore pid=12) INFO 11-29 16:25:40 [core.py:133] "
+LOG_PREFIX = re.compile(r"^(\(.*? pid=\d+\) )?([A-Z]+ [\d-]+ [\d:]+ )?(\[\S+:\d+\] )?")
 # Set by torchrun for the trainer's ranks; a server that inherits them would join their process group.
 RANK_VARIABLES = re.compile(r"(RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|ROLE_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)$")
 
@@ -156,7 +158,8 @@ class VLLMServer:
                 )
             if on_progress is not None and now - shown >= PROGRESS_S:
                 shown = now
-                on_progress(f"{self.spec.name}: starting, {now - started:.0f} s: {self.process.log_tail(1)[-100:]}")
+                line = LOG_PREFIX.sub("", self.process.log_tail(1)).strip()
+                on_progress(f"{self.spec.name}: starting, {now - started:.0f} s: {line[:100]}")
             time.sleep(POLL_S)
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 2, "seed": 0, "logprobs": 0, "ignore_eos": True}}
         answer = request(self.url, self.api_key, "/inference/v1/generate", method="POST", json=body, timeout=timeout_s)

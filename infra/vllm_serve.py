@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra_args=tuple(options.extra),
         weight_dirs=tuple(options.weight_dir),
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         return _serve(spec, options)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from infra.process import marked
 from infra.vllm import Needs, probe
 from tests.conftest import SharedServer
 from tests.support.tiny_model import build_model, build_tiny_model
@@ -124,6 +125,13 @@ def test_every_path_but_health_wants_the_key(vllm_server):
             assert client.get(path).status_code == 401, path
         assert client.get("/health").status_code == 200
         assert client.get("/version", headers=vllm_server.headers).json()["version"]
+
+
+def test_the_key_is_in_no_log_and_on_no_command_line(vllm_server):
+    process = vllm_server.server.process
+    assert vllm_server.key not in vllm_server.server.log_path.read_text()
+    for pid in marked(process.lease):
+        assert vllm_server.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_it_says_what_it_can_do(vllm_server):
