@@ -179,6 +179,7 @@ class TrainerConfig(StrictModel):
 
     # Bookkeeping
     logging_steps: int = Field(1, ge=1, description="Log every this many steps. Default 1.")
+    logging_first_step: bool = Field(False, description="Log the first step too where logging_steps is above 1. Default false.")
     save_steps: int = Field(50, ge=1, description="Checkpoint every this many steps, and at the end. Default 50.")
     save_total_limit: int | None = Field(3, ge=1, description="Keep this many newest checkpoints. None: all. Default 3.")
     seed: int = Field(42, ge=0, description="Seed of shuffling, sampling and initialisation. Default 42.")

@@ -41,6 +41,7 @@ def training_arguments(config: TrainerConfig, device: torch.device) -> TrainingA
         "gradient_checkpointing",
         "gradient_checkpointing_kwargs",
         "logging_steps",
+        "logging_first_step",
         "save_steps",
         "save_total_limit",
         "seed",

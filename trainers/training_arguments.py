@@ -29,6 +29,7 @@ SUPPORTED: dict[str, str] = {
     "gradient_checkpointing": "Default true.",
     "gradient_checkpointing_kwargs": "As in transformers.",
     "logging_steps": "A whole number of optimizer steps. Default 1.",
+    "logging_first_step": "As in transformers.",
     "save_steps": "A whole number of optimizer steps. Default 50; there is always a checkpoint at the end.",
     "save_total_limit": "Newest checkpoints kept. Default 3.",
     "seed": "Seeds shuffling (by seed and epoch), sampling and initialisation.",
@@ -90,7 +91,6 @@ REFUSED: dict[str, str] = {
     "auto_find_batch_size": "a changed batch size changes the experiment; on running out of memory lower `token_budget`",
     # Logging
     "logging_strategy": "logging goes by steps; set `logging_steps`",
-    "logging_first_step": "with logging_steps=1, the default, the first step is logged; otherwise the first window is",
     "log_on_each_node": "metrics are reduced over all ranks and logged once, by rank 0",
     "logging_nan_inf_filter": "a loss that is not finite stops the run (DivergenceError); nothing filters it",
     "include_num_input_tokens_seen": "the metric `num_tokens` is always there; leave it out",

@@ -131,6 +131,12 @@ def test_every_logged_metric_is_in_the_catalog_and_totals_run_on(tmp_path):
     assert "perf/mfu_fwd_bwd" not in sink.metrics[4], "a CPU has no peak in the table"
 
 
+def test_the_first_step_is_logged_if_asked_for(tmp_path):
+    sink = Sink()
+    make_loop(tmp_path, sink=sink, max_steps=4, logging_steps=3, logging_first_step=True).run()
+    assert sorted(sink.metrics) == [1, 3, 4]
+
+
 def test_the_logged_loss_is_the_steps_own(tmp_path):
     """Loss, ratio and entropy of step 1 equal those computed from all its samples in one row."""
     one, split = Sink(), Sink()
