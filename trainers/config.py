@@ -245,7 +245,7 @@ class GRPOConfig(AsyncTrainerConfig):
     def _weights_match(self) -> GRPOConfig:
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward functions: give one each"
+                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward functions: one each"
             )
         return self
 
