@@ -22,7 +22,7 @@ class StubServer:
     def __init__(self, completion: str = "42", max_model_len: int = 64, generate: bool = True) -> None:
         self.faults: deque[int | str] = deque()
         self.requests: list[dict[str, Any]] = []
-        self.version = "0"
+        self.version: str | None = None  # None: the version the request was salted with
         self.url = ""
         self.delay_s = 0.0
         self._ids = [ord(char) + 4 for char in completion] + [EOS]
@@ -72,5 +72,6 @@ class StubServer:
             choice["logprobs"] = {"token_logprobs": [-0.25] * len(ids)}
         else:
             choice["logprobs"] = {"content": [{"token_id": i, "logprob": -0.25} for i in ids]}
-            choice["weight_versions"] = [{"version": self.version, "start": 0, "end": len(ids)}]
+            version = self.version or body["cache_salt"]
+            choice["weight_versions"] = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
         return web.json_response({"choices": [choice]})

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from tests.support.stub_server import StubServer
+from tests.support.weights import number_weights
 from trainers.errors import ServerError
 from trainers.rollouts.client import GenerateClient, RequestFailed
 from trainers.types import TurnRecord, VersionSpan
 
 if TYPE_CHECKING:
     from tests.conftest import SharedServer
+
 
 PROMPT = np.array([2, 60, 3], np.int32)
 
@@ -33,9 +35,18 @@ async def test_a_turn_carries_ids_logprobs_and_the_servers_versions() -> None:
         assert turn.spans == [VersionSpan(0, 3, 12)] and turn.finish_reason == "stop"
         sent = stub.requests[0]
         assert sent["token_ids"] == PROMPT.tolist() and sent["cache_salt"] == "7" and sent["sampling_params"]["seed"] == 5
-        stub.version = "default"  # a server that nobody numbered: the version at dispatch
-        assert (await one_turn(client)).spans == [VersionSpan(0, 3, 7)]
         assert (await one_turn(client, max_tokens=2)).finish_reason == "length"
+        await client.close()
+
+
+@pytest.mark.parametrize("version", ["default", "6"])
+async def test_a_server_that_lost_its_weights_ends_the_run(version: str) -> None:
+    async with StubServer().run() as stub:
+        client = GenerateClient(stub.url, 10)
+        await client.open(5)
+        stub.version = version
+        with pytest.raises(ServerError, match=f"answered with weights '{version}' although it holds version 7"):
+            await one_turn(client)
         await client.close()
 
 
@@ -97,7 +108,7 @@ async def test_a_server_that_is_not_there() -> None:
 
 @pytest.mark.server
 async def test_the_real_server_gives_what_the_stub_promises(vllm_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_server.restore()
+    number_weights(vllm_server, 3)
     client = GenerateClient(vllm_server.url, 120)
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(ServerError, match="refuses the key"):
@@ -113,7 +124,9 @@ async def test_the_real_server_gives_what_the_stub_promises(vllm_server: SharedS
     turns = [await client.turn(prompt, temperature=1.0, max_tokens=12, seed=seed, version=lambda: 3) for seed in (1, 1, 2)]
     assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist() != turns[2].output_ids.tolist()
     assert all((turn.output_logprobs <= 0).all() and len(turn.output_logprobs) == len(turn.output_ids) for turn in turns)
-    assert turns[0].spans == [VersionSpan(0, len(turns[0].output_ids), 3)]  # "default" is no number
+    assert turns[0].spans == [VersionSpan(0, len(turns[0].output_ids), 3)]
+    with pytest.raises(ServerError, match="answered with weights '3' although it holds version 4"):
+        await client.turn(prompt, temperature=1.0, max_tokens=1, seed=1, version=lambda: 4)
     with pytest.raises(RequestFailed) as caught:
         await client.turn(np.zeros(600, np.int32), temperature=1.0, max_tokens=1, seed=1, version=lambda: 3)
     assert caught.value.cause == "http_400"

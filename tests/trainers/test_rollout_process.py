@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.stub_server import StubServer
 from tests.support.tiny_model import build_tokenizer
+from tests.support.weights import number_weights
 from trainers.config import GRPOConfig, SFTConfig
 from trainers.errors import DatasetError, NoProgress, RolloutProcessDied, ServerError
 from trainers.rollouts.process import RolloutProcess, child_environment
@@ -224,10 +225,10 @@ def test_what_the_child_refuses_reaches_the_trainer_as_it_is(tmp_path: Path, mod
 
 @pytest.mark.server
 def test_an_epoch_from_the_real_server(tmp_path: Path, vllm_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_server.restore()
     monkeypatch.setenv("VLLM_API_KEY", vllm_server.key)
     config = grpo(tmp_path, vllm_server.model_dir, vllm_server.url, prompts=6, num_generations=4, per_device_train_batch_size=8)
     process = started(config)
+    number_weights(vllm_server, 0)
     process.synced(0)
     trained, index = 0, 1
     while (step := process.next_step(index, index - 1)) is not None:
@@ -236,6 +237,7 @@ def test_an_epoch_from_the_real_server(tmp_path: Path, vllm_server: SharedServer
         assert (row.input_ids[row.token_index + 1] == row.targets).all()
         trained += step.totals.sequences
         process.committed(index)
+        number_weights(vllm_server, index)
         process.synced(index)
         index += 1
     state = process.snapshot(tmp_path / "s")

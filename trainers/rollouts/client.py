@@ -8,7 +8,6 @@ again with growing pauses until the request's one time budget is spent; a 4xx is
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import time
@@ -123,6 +122,7 @@ class GenerateClient:
 
         Raises:
             RequestFailed: refused, or out of budget.
+            ServerError: the server no longer holds the weights it was given.
         """
         assert self.facts is not None, "open() comes first"
         deadline = time.monotonic() + self._budget_s
@@ -204,11 +204,21 @@ def _parse(choice: dict[str, Any], prompt_ids: np.ndarray, version: int) -> Turn
 
 
 def _spans(weight_versions: list[dict[str, Any]] | None, length: int, version: int) -> list[VersionSpan]:
-    """The server's version spans; where it does not number its weights, everything is stamped with `version`."""
-    spans = [
-        VersionSpan(int(span["start"]), int(span["end"]), int(span["version"]) if str(span["version"]).isdecimal() else version)
-        for span in weight_versions or []
-    ]
-    covered = bool(spans) and spans[0].start == 0 and spans[-1].stop == length
-    covered = covered and all(a.stop == b.start for a, b in itertools.pairwise(spans))
-    return spans if covered else [VersionSpan(0, length, version)]
+    """The server's version spans; everything is stamped with the `version` at dispatch if it has none.
+
+    Raises:
+        ServerError: it serves weights that are older than those it confirmed, or that nobody numbered: it was restarted.
+    """
+    if weight_versions is None:
+        return [VersionSpan(0, length, version)]
+    for span in weight_versions:
+        if not str(span["version"]).isdecimal() or int(span["version"]) < version:
+            raise ServerError(
+                f"the server answered with weights {span['version']!r} although it holds version {version}: it was restarted, "
+                "or somebody else changed its weights"
+            )
+    spans = [VersionSpan(int(span["start"]), int(span["end"]), int(span["version"])) for span in weight_versions]
+    bounds = [0, *(span.stop for span in spans)]
+    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
+        raise RequestFailed("bad_answer", f"the server's version spans {weight_versions} do not cover {length} tokens")
+    return spans

@@ -22,6 +22,7 @@ import numpy as np
 from trainers.algorithms import Algorithm, GenerationRequest
 from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
+from trainers.errors import ServerError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rollouts.client import GenerateClient, RequestFailed
 from trainers.rollouts.failures import FailureWindow
@@ -198,6 +199,8 @@ class AsyncRolloutLoop:
             rollout = await self.generate_one(prompt)
         except RequestFailed as error:
             rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
+        except ServerError:
+            raise  # no matter of this rollout alone
         except Exception as error:
             rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}")
         finally:
