@@ -199,15 +199,23 @@ def marked(lease: str) -> list[int]:
 
 
 def kill_marked(lease: str, timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL every process of `lease`, until none is found. Returns the pids. TimeoutError when some will not die."""
-    killed: list[int] = []
+    """SIGKILL every process of `lease` and wait until none is left. Returns the pids. TimeoutError when some will not die.
+
+    A dying process loses its environment, and with it the mark, before it lets go of its files, ports and memory; so those
+    that were found are waited for by pid and start time.
+    """
+    killed: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
-    while pids := marked(lease):
+    while True:
+        pids = marked(lease)
         for pid in pids:
+            if (start := process_start_time(pid)) is not None:
+                killed[pid] = start
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed += [pid for pid in pids if pid not in killed]
+        dying = [pid for pid, start in killed.items() if alive(pid, start)]
+        if not pids and not dying:
+            return list(killed)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {pids} of lease {lease} did not die within {timeout_s:.0f} s")
+            raise TimeoutError(f"processes {sorted({*pids, *dying})} of lease {lease} did not die within {timeout_s:.0f} s")
         time.sleep(0.01)
-    return killed
