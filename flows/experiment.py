@@ -15,7 +15,7 @@ import httpx
 
 from flows import artifacts
 from flows.config import RunConfig, trainer_fields
-from flows.training import NoServers, RunFailed, Servers, TrainerJob, failure_of
+from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
 from infra.leases import GpuLease, LeaseManager, visible_gpus
 from infra.registry import Registry, RunRow
 from infra.tracking import default_uri, end_run
@@ -93,7 +93,7 @@ class Experiment:
 
     def fail(self, error: Exception) -> str:
         """FAILED, with its cause, in registry and MLflow; the cause."""
-        cause = str(error).strip() or type(error).__name__
+        cause = describe(error)
         failure = error.failure if isinstance(error, RunFailed) else failure_of(error)
         trace = error.traceback if isinstance(error, RunFailed) else traceback.format_exc()
         self.registry.update_run(self.run.id, status="FAILED", failure_class=failure, cause=cause, traceback=trace)
@@ -120,7 +120,6 @@ class Experiment:
             "experiment": self.config.tracking.experiment,
             "run_name": run.name,
             "run_id": run.mlflow_run_id,
-            "tags": self.config.tags,
             "on_run_id": note,
         }
 

@@ -10,7 +10,9 @@ from flows import prefect_api
 from flows.config import GRPORunConfig, RunConfig
 from flows.preflight import preflight
 from flows.runs import check_startable, new_name
+from flows.training import RunFailed, describe
 from infra.registry import Registry
+from trainers.errors import LoopwrightError
 
 
 def launch(config: RunConfig) -> dict[str, Any]:
@@ -33,6 +35,10 @@ def launch(config: RunConfig) -> dict[str, Any]:
                 result = train_grpo.with_options(flow_run_name=config.name)(config)
             else:
                 result = train_sft.with_options(flow_run_name=config.name)(config)
+        except LoopwrightError:
+            raise
+        except Exception as error:
+            raise RunFailed("user", f"run {config.name} failed: {describe(error)}") from error
         finally:
             _flush_logs()
     assert isinstance(result, dict), result
@@ -42,6 +48,6 @@ def launch(config: RunConfig) -> dict[str, Any]:
 
 def _flush_logs() -> None:
     """What the flow logged reaches Prefect while its server is still there."""
-    from prefect.logging.handlers import APILogHandler
+    from prefect.logging.handlers import APILogWorker
 
-    APILogHandler.flush()  # pyright: ignore[reportCallIssue]  # a class method behind a decorator
+    APILogWorker.drain_all(timeout=10)

@@ -139,6 +139,7 @@ def _stages(experiment: Experiment) -> dict[str, Any]:
             scores = evaluate(experiment, trained["checkpoint"], trained["step"], served=served)
             after = experiment.done("evaluate", {name: scores[name] for name in ("accuracy", "scored")})
         result |= after
+    experiment.servers.stop()
     registered = experiment.stage("register")
     if registered is None:
         lineage = {"run": experiment.run.name, "base_model": config.model, **trained}

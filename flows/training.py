@@ -192,6 +192,14 @@ def failure_of(error: BaseException) -> FailureClass:
     return failure if failure in known else "user"
 
 
+def describe(error: BaseException) -> str:
+    """The cause that an exception stands for; of one that nobody foresaw, with its type."""
+    text = str(error).strip()
+    if isinstance(error, InfraError | LoopwrightError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:
     """Seconds to wait before resuming after the `count`-th failure of its class; None: give up."""
     if count > getattr(policy, failure):
