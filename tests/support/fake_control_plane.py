@@ -1,0 +1,74 @@
+"""A control plane in memory, at the seam of `trainers.server.ServerClient`; refuses calls or serves wrong weights on demand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+
+from trainers.errors import ServerError
+from trainers.server import BACKEND, ServerFacts
+
+
+@dataclass
+class FakeControlPlane:
+    """`fail` maps a method to messages: each call takes one and raises it, an empty message lets the call through."""
+
+    fail: dict[str, list[str]] = field(default_factory=dict)
+    backend: str | None = BACKEND
+    dtype: str = "float32"
+    shift: float = 0.0  # added to every probe logprob: a server with other weights
+    url: str = "http://fake"
+    calls: list[str] = field(default_factory=list)
+    paused: bool = False
+    version: str = "default"
+    weights: dict = field(default_factory=dict)
+    reference: object = None  # callable(weights, tokens) → logprobs
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        messages = self.fail.get(name)
+        if messages and (message := messages.pop(0)):
+            raise ServerError(message)
+
+    def wait_healthy(self) -> None:
+        self._call("health")
+
+    def facts(self) -> ServerFacts:
+        return ServerFacts("m", self.dtype, 512, self.backend)
+
+    def init_weight_transfer(self, directory: str) -> None:
+        assert Path(directory).is_dir()
+        self._call("init")
+
+    def pause(self) -> None:
+        # A call that fails may have taken effect before its answer was lost.
+        self.paused = True
+        self._call("pause")
+
+    def resume(self) -> None:
+        self._call("resume")
+        self.paused = False
+
+    def start_update(self) -> None:
+        assert self.paused, "an update while requests run"
+        self._call("start")
+
+    def update(self, path: str) -> None:
+        self._call("update")
+        self.weights = load_file(path)
+
+    def finish_update(self, version: int) -> None:
+        self._call("finish")
+        self.version = str(version)
+
+    def weight_version(self) -> str:
+        self._call("version")
+        return self.version
+
+    def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
+        self._call("probe")
+        assert not self.paused, "a probe of a paused server would wait for ever"
+        return self.reference(self.weights, tokens) + self.shift  # type: ignore[operator]

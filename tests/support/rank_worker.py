@@ -1,0 +1,115 @@
+"""One rank of a distributed test: `torchrun … rank_worker.py FOLDER`. What it computes is left in FOLDER."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.fake_control_plane import FakeControlPlane
+from tests.support.fake_source import FakeSource, make_samples, spread
+from tests.support.policies import grpo_config, tiny_policy
+from trainers.algorithms.grpo import GRPO
+from trainers.batch import PackedBatch
+from trainers.callbacks import PrintSink
+from trainers.checkpoint import latest_whole
+from trainers.distributed import Ranks, full, init_distributed, shutdown_distributed
+from trainers.errors import LoopwrightError
+from trainers.loop import TrainLoop
+from trainers.losses import loss_inputs, normalise
+from trainers.model import Policy, gathered_parameters
+from trainers.packing import pack_step
+from trainers.weight_sync.shared_storage import SharedStorageSync
+
+
+def gradients(ranks: Ranks, folder: Path) -> None:
+    """The step's gradients in float64; one cell stays empty."""
+    config = grpo_config(gradient_checkpointing=folder.name == "checkpointing")
+    policy = tiny_policy(config, torch.float64, ranks)
+    samples = make_samples(seed=3, step=1, count=5)
+    micro = 4 // ranks.world_size
+    step = pack_step(1, spread(len(samples), micro, ranks.world_size), samples, {})
+    if ranks.world_size > 1:
+        assert all(isinstance(p, DTensor) for p in policy.parameters()), "parameters are not sharded"
+    for row in (microbatch[ranks.rank] for microbatch in step.rows):
+        batch = PackedBatch.from_row(row, ranks.device, torch.float64)
+        outputs = policy(batch)
+        if batch.terms:
+            normalise(GRPO(config).loss(loss_inputs(outputs, batch)), step.totals, ranks.world_size).backward()
+        else:
+            outputs[0].sum().backward()
+    grads = {name: full(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
+    if ranks.is_main:
+        torch.save(grads, folder / f"gradients-{ranks.world_size}.pt")
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return dict(gathered_parameters(policy.model, None, keep=True))
+
+
+def train(ranks: Ranks, folder: Path, until: int, out: str) -> None:
+    """Go on from the newest checkpoint, if any, up to step `until`; the data has six steps."""
+    config = grpo_config(output_dir=str(folder / out), max_steps=6, save_steps=3)
+    policy = tiny_policy(config, torch.float32, ranks)
+    source = FakeSource(steps=until) if ranks.is_main else None
+    if source is not None:
+        source.micro = 2
+    loop = TrainLoop(config, GRPO(config), policy, ranks, source, sink=PrintSink())
+    result = loop.run(latest_whole(config.output_dir))
+    assert result.step == until, result
+    whole = weights(policy)
+    if ranks.is_main:
+        torch.save(whole, folder / f"{out}-{until}-{ranks.world_size}.pt")
+        history = [e["loss"] for e in loop.callbacks.state.log_history]
+        (folder / f"{out}-{until}-{ranks.world_size}.json").write_text(json.dumps(history))
+
+
+def failures(ranks: Ranks, folder: Path) -> None:
+    """What only rank 0 sees reaches the others: a refused sync, a dead source."""
+    seen: list[str] = []
+    config = grpo_config(output_dir=str(folder / f"rank-{ranks.rank}"), weight_check_steps=1)
+    policy = tiny_policy(config, torch.float32, ranks)
+    plane = FakeControlPlane(fail={"update": ["no room", "no room"]})
+    sync = SharedStorageSync(config, ranks, None, plane)  # type: ignore[arg-type]
+    try:
+        sync.push(policy, 0)
+    except LoopwrightError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    if ranks.is_main:
+        assert not plane.paused
+    source = FakeSource(fail_at=1) if ranks.is_main else None
+    try:
+        TrainLoop(config, GRPO(config), policy, ranks, source, sink=PrintSink()).run()
+    except LoopwrightError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    (folder / f"seen-{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def scenarios(ranks: Ranks, folder: Path) -> None:
+    """Everything that is compared between one rank and two."""
+    for name in ("plain", "checkpointing"):
+        (folder / name).mkdir(exist_ok=True)
+        ranks.barrier()
+        gradients(ranks, folder / name)
+    train(ranks, folder, 6, f"straight-{ranks.world_size}")
+    train(ranks, folder, 3, f"halves-{ranks.world_size}")
+    train(ranks, folder, 6, f"halves-{ranks.world_size}")
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)
+    ranks = init_distributed(120)
+    scenarios(ranks, folder)
+    train(ranks, folder, 6, "from-1")  # a checkpoint that one rank wrote
+    failures(ranks, folder)
+    shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""Two gloo ranks with sharded parameters do what one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import rank_worker
+from tests.support.policies import ONE_RANK
+
+WORKER = Path(__file__).parents[1] / "support" / "rank_worker.py"
+ROOT = Path(__file__).parents[2]
+
+
+def launch(ranks: int, folder: Path) -> None:
+    """Run the worker under torchrun; its output is shown if it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
+    done = subprocess.run(
+        [*command, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, f"{ranks} ranks: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """One rank in this process, two under torchrun, which also go on from one rank's checkpoint; then one from theirs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    rank_worker.scenarios(ONE_RANK, folder)
+    for first in (1, 2):
+        (folder / f"from-{first}").mkdir()
+    (folder / "from-1" / "checkpoint-3").symlink_to(folder / "halves-1" / "checkpoint-3")
+    launch(2, folder)
+    (folder / "from-2" / "checkpoint-3").symlink_to(folder / "halves-2" / "checkpoint-3")
+    rank_worker.train(ONE_RANK, folder, 6, "from-2")
+    return folder
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> None:
+    assert a.keys() == b.keys() and a
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointing"])
+def test_sharded_gradients_equal_one_ranks(done, kind):
+    one, two = (torch.load(done / kind / f"gradients-{ranks}.pt") for ranks in (1, 2))
+    assert max(value.abs().max() for value in one.values()) > 1e-3
+    close(one, two, 1e-12)
+
+
+def test_two_ranks_train_as_one_does(done):
+    one, two = (torch.load(done / f"straight-{ranks}-6-{ranks}.pt") for ranks in (1, 2))
+    close(one, two, 1e-5)
+    losses = [json.loads((done / f"straight-{ranks}-6-{ranks}.json").read_text()) for ranks in (1, 2)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(done, ranks):
+    straight = torch.load(done / f"straight-{ranks}-6-{ranks}.pt")
+    halves = torch.load(done / f"halves-{ranks}-6-{ranks}.pt")
+    half = torch.load(done / f"halves-{ranks}-3-{ranks}.pt")
+    close(straight, halves, 0.0)
+    assert any(not torch.equal(half[name], halves[name]) for name in half), "the second half changed nothing"
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_a_checkpoint_resumes_on_another_number_of_ranks(done, first, second):
+    close(torch.load(done / f"straight-{first}-6-{first}.pt"), torch.load(done / f"from-{first}-6-{second}.pt"), 1e-5)
+
+
+def test_what_fails_on_rank_0_fails_on_every_rank_with_its_words(done):
+    zero, one = (json.loads((done / f"seen-{rank}.json").read_text()) for rank in (0, 1))
+    assert zero[0].startswith("WeightSyncError: http://fake did not take policy version 0, twice: no room")
+    assert one[0].startswith("WeightSyncError: rank 0: http://fake did not take policy version 0, twice: no room")
+    assert zero[1] == "RolloutProcessDied: killed by SIGKILL" and one[1] == "RolloutProcessDied: rank 0: killed by SIGKILL"

@@ -1,0 +1,247 @@
+"""Weight sync: order of calls, failure, the probe; and the real server, with requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fake_control_plane import FakeControlPlane
+from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
+from tests.support.tiny_model import build_model, build_tokenizer
+from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
+from trainers.model import probe_logprobs
+from trainers.server import ServerClient
+from trainers.weight_sync.shared_storage import SharedStorageSync, probe_tokens
+
+CYCLE = ["pause", "start", "update", "finish", "resume"]
+
+
+def served_logprobs(weights: dict[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
+    """What a server with these weights answers: a plain transformers model's logprobs."""
+    model = build_model(seed=99)
+    model.load_state_dict(weights, strict=False)
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0].double().numpy()
+
+
+def make_sync(tmp_path: Path, **fields) -> tuple[SharedStorageSync, FakeControlPlane]:
+    plane = FakeControlPlane(reference=served_logprobs, **fields)
+    config = grpo_config(output_dir=str(tmp_path), weight_check_steps=2)
+    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), plane), plane  # type: ignore[arg-type]
+
+
+def test_a_sync_pauses_loads_resumes_and_is_checked(tmp_path):
+    sync, plane = make_sync(tmp_path)
+    policy = tiny_policy(seed=4)
+    metrics = sync.push(policy, 7)
+    # The resume at the start mends what a trainer that died in mid-sync left behind.
+    assert plane.calls == ["health", "resume", "init", *CYCLE, "version", "probe"]
+    assert plane.version == "7" and not plane.paused
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(plane.weights[name], parameter.detach()), name
+    assert metrics["perf/weight_probe_abs_diff"] < 1e-4
+    assert metrics["perf/weight_sync_bytes"] == sum(4 * p.numel() for p in policy.model.parameters())
+    folder = sync.directory
+    assert folder is not None and folder.is_dir() and not list(folder.iterdir()) and folder.stat().st_mode & 0o77 == 0
+    sync.close()
+    assert not folder.exists()
+
+
+def test_the_probe_runs_at_the_first_sync_and_every_weight_check_steps(tmp_path):
+    sync, plane = make_sync(tmp_path)
+    policy = tiny_policy()
+    for version in range(5):
+        sync.push(policy, version)
+    assert plane.calls.count("probe") == 3 and plane.calls.count("version") == 5
+
+
+@pytest.mark.parametrize("call", ["pause", "start", "update", "finish"])
+def test_a_failed_call_is_tried_once_more_on_a_resumed_server(tmp_path, call):
+    sync, plane = make_sync(tmp_path, fail={call: ["lost"]})
+    sync.push(tiny_policy(), 1)
+    failed = CYCLE[: CYCLE.index(call) + 1]
+    assert plane.calls[3:] == [*failed, "resume", *CYCLE, "version", "probe"]
+    assert plane.version == "1" and not plane.paused
+
+
+@pytest.mark.parametrize("call", ["pause", "start", "update", "finish"])
+def test_a_second_failure_fails_the_step_with_the_servers_words_and_leaves_nothing_paused(tmp_path, call):
+    sync, plane = make_sync(tmp_path, fail={call: ["first", "disk on fire"]})
+    with pytest.raises(WeightSyncError, match="twice: disk on fire"):
+        sync.push(tiny_policy(), 1)
+    assert plane.version == "default" and not plane.paused and plane.calls[-1] == "resume"
+
+
+def test_an_interrupt_in_mid_sync_resumes_the_server(tmp_path):
+    sync, plane = make_sync(tmp_path)
+
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    plane.update = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(tiny_policy(), 1)
+    assert not plane.paused and not list(sync.directory.iterdir())  # type: ignore[union-attr]
+
+
+def test_a_lost_resume_is_sent_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainers.weight_sync.shared_storage.time.sleep", lambda seconds: None)
+    sync, plane = make_sync(tmp_path, fail={"resume": ["", "lost", "lost"]})
+    sync.push(tiny_policy(), 1)
+    assert not plane.paused and plane.calls.count("resume") == 4 and plane.calls.count("update") == 1
+
+
+@pytest.mark.parametrize(("shift", "fails"), [(0.05, True), (1e-4, False), (float("nan"), True)])
+def test_a_server_with_other_weights_is_found_by_the_probe(tmp_path, shift, fails):
+    sync, _ = make_sync(tmp_path, shift=shift)
+    if fails:
+        with pytest.raises(WeightSyncError, match="log-probabilities differ"):
+            sync.push(tiny_policy(), 1)
+    else:
+        assert sync.push(tiny_policy(), 1)["perf/weight_probe_abs_diff"] == pytest.approx(1e-4, rel=0.1)
+
+
+def test_a_version_that_did_not_arrive_is_an_error(tmp_path):
+    sync, plane = make_sync(tmp_path)
+    plane.finish_update = lambda version: None  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="says it serves version 'default' after a sync to 3"):
+        sync.push(tiny_policy(), 3)
+
+
+def test_a_server_without_the_engine_is_refused_with_the_flag(tmp_path):
+    sync, _ = make_sync(tmp_path, backend="nccl")
+    with pytest.raises(
+        ServerCapabilityError, match=r"--weight-transfer-config '\{\"backend\": \"loopwright_shared_storage\"\}'"
+    ):
+        sync.push(tiny_policy(), 0)
+
+
+def test_a_server_of_another_dtype_gets_its_own_and_is_warned_about_once(tmp_path, caplog):
+    sync, plane = make_sync(tmp_path, dtype="bfloat16")
+    plane.reference = lambda weights, tokens: served_logprobs({n: w.float() for n, w in weights.items()}, tokens)
+    for version in (0, 1):
+        sync.push(tiny_policy(), version)
+    assert {weight.dtype for weight in plane.weights.values()} == {torch.bfloat16}
+    assert caplog.text.count("serve with --dtype float32") == 1
+
+
+def test_the_probe_is_ordinary_text_where_the_tokenizer_knows_it():
+    tokens = probe_tokens(build_tokenizer(), 64)
+    assert len(tokens) == 48 and len(set(tokens.tolist())) > 8
+    spread = probe_tokens(None, 1000)
+    assert len(spread) == 48 and spread.max() < 1000
+
+
+def test_an_unreachable_server_says_so():
+    client = ServerClient("http://127.0.0.1:9", 1.0, key="k")
+    with pytest.raises(ServerError, match="ConnectError"):
+        client.weight_version()
+    with pytest.raises(ServerError, match=r"no healthy server at http://127\.0\.0\.1:9"):
+        client.wait_healthy(0.01)
+
+
+# The real server ---------------------------------------------------------------------------------------------------------
+
+
+def real_sync(server, tmp_path) -> SharedStorageSync:
+    config = grpo_config(
+        vllm_server_base_url=server.url, vllm_server_timeout=120, weight_check_steps=1, output_dir=str(tmp_path)
+    )
+    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), ServerClient(server.url, 120, server.key))
+
+
+@pytest.mark.server
+def test_the_real_server_serves_what_the_trainer_holds(vllm_server, tmp_path):
+    sync = real_sync(vllm_server, tmp_path)
+    for version, seed in ((1, 5), (2, 0)):
+        policy = tiny_policy(seed=seed)
+        assert sync.push(policy, version)["perf/weight_probe_abs_diff"] < 1e-3
+        assert sync.client.weight_version() == str(version) and not sync.client.is_paused()
+    sync.close()
+
+
+@pytest.mark.server
+def test_a_refused_update_leaves_the_real_server_on_the_old_weights_and_running(vllm_server, tmp_path):
+    sync = real_sync(vllm_server, tmp_path)
+    policy = tiny_policy(seed=6)
+    sync.push(policy, 3)
+    with pytest.raises(WeightSyncError, match="does not fit the served model"):
+        sync.push(_narrow_policy(), 4)
+    assert not sync.client.is_paused() and sync.client.weight_version() == "3"
+    tokens = probe_tokens(build_tokenizer(), 64)
+    difference = sync.client.prompt_logprobs(tokens, 3) - probe_logprobs(policy, tokens, ONE_RANK.device)
+    assert np.abs(difference).max() < 1e-3
+    sync.close()
+
+
+def _narrow_policy():
+    from trainers import attention
+    from trainers.model import build_policy
+
+    model = build_model(layers=1)
+    model.set_attn_implementation(attention.NAME)
+    return build_policy(model, grpo_config(), ONE_RANK)
+
+
+@pytest.mark.server
+def test_a_session_that_a_dead_trainer_left_open_is_closed(vllm_server, tmp_path):
+    left = ServerClient(vllm_server.url, 120, vllm_server.key)
+    left.init_weight_transfer(str(tmp_path))
+    left.pause()
+    left.start_update()
+    sync = real_sync(vllm_server, tmp_path)
+    assert sync.push(tiny_policy(seed=7), 5)["perf/weight_probe_abs_diff"] < 1e-3
+    assert not sync.client.is_paused()
+    sync.close()
+
+
+@pytest.mark.server
+async def test_a_sync_under_load_aborts_nothing_and_leaves_no_stale_prefix(vllm_server, tmp_path):
+    """Requests in flight go on; each span of their tokens has the logprobs of the policy that it names."""
+    sync = real_sync(vllm_server, tmp_path)
+    policies = {10: tiny_policy(seed=8), 11: tiny_policy(seed=9)}
+    sync.push(policies[10], 10)
+    tokens = probe_tokens(build_tokenizer(), 64)[:20].tolist()
+    sampling = {"max_tokens": 200, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "ignore_eos": True}
+
+    async def generate(client: httpx.AsyncClient, seed: int) -> dict:
+        body = {"token_ids": tokens, "sampling_params": {**sampling, "seed": seed}, "cache_salt": "10"}
+        answer = await client.post("/inference/v1/generate", json=body)
+        answer.raise_for_status()
+        return answer.json()["choices"][0]
+
+    async with httpx.AsyncClient(base_url=vllm_server.url, headers=vllm_server.headers, timeout=120) as client:
+        running = [asyncio.create_task(generate(client, seed)) for seed in range(8)]
+        while "num_requests_running" not in (page := (await client.get("/metrics")).text) or not _running(page):
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(sync.push, policies[11], 11)
+        choices = await asyncio.gather(*running)
+        # A prompt repeated after the sync is computed with the new weights, also under the old cache salt.
+        again = await generate(client, 0)
+    sync.close()
+
+    assert all(choice["finish_reason"] == "length" and len(choice["token_ids"]) == 200 for choice in choices)
+    versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
+    assert "11" in versions, "the sync came after every request had ended"
+    for choice in [*choices, again]:
+        ids = np.array(tokens + choice["token_ids"], np.int32)
+        expected = {
+            version: probe_logprobs(policy, ids, ONE_RANK.device)[len(tokens) - 1 :] for version, policy in policies.items()
+        }
+        got = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        for span in choice["weight_versions"]:
+            part = slice(span["start"], span["end"])
+            np.testing.assert_allclose(got[part], expected[int(span["version"])][part], atol=2e-3)
+    assert {span["version"] for span in again["weight_versions"]} == {"11"}
+
+
+def _running(page: str) -> float:
+    lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
