@@ -13,8 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, delete, event, func, or_, select, text, update
+from sqlalchemy import delete, func, or_, select, text, update
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import NullPool
 
+from infra.registry_engine import WRITES, open_engine
 from infra.registry_models import (
     STATUSES,
     AttemptRow,
@@ -54,7 +52,6 @@ __all__ = [
     "default_url",
 ]
 
-BUSY_TIMEOUT_S = 60.0
 _SCHEMA_LOCK = 0x4C6F6F70  # Postgres advisory lock under which tables are created
 
 
@@ -83,7 +80,7 @@ class Registry:
         self.url = str(url) if url is not None else default_url()
         if "://" not in self.url:
             self.url = f"sqlite:///{Path(self.url).absolute()}"
-        self._engine = _sqlite_engine(self.url) if self.url.startswith("sqlite") else _server_engine(self.url)
+        self._engine = open_engine(self.url)
         with self._engine.connect() as connection:
             wanted = [table.name for table in Base.metadata.sorted_tables]
             ready = all(self._engine.dialect.has_table(connection, name) for name in wanted)
@@ -98,7 +95,7 @@ class Registry:
 
     @contextmanager
     def _write(self) -> Iterator[Session]:
-        engine = self._engine.execution_options(loopwright_write=True)
+        engine = self._engine.execution_options(**{WRITES: True})
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -393,64 +390,3 @@ def _check_status(status: str) -> None:
 def _shown(url: str) -> str:
     """The URL without its password."""
     return make_url(url).render_as_string(hide_password=True)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN (Postgres refuses it): null instead."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-
-
-def _server_engine(url: str) -> Engine:
-    return create_engine(url, pool_pre_ping=True, json_serializer=_to_json)
-
-
-def _sqlite_engine(url: str) -> Engine:
-    database = make_url(url).database
-    if database and database != ":memory:":
-        Path(database).parent.mkdir(parents=True, exist_ok=True)
-    # No pool: a connection belongs to one transaction, so threads never share one and files are closed when idle.
-    options: dict[str, Any] = {} if database in (None, "", ":memory:") else {"poolclass": NullPool}
-    engine = create_engine(url, json_serializer=_to_json, connect_args={"timeout": BUSY_TIMEOUT_S}, **options)
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # the driver's own BEGIN would be a deferred one
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
-        cursor.execute("PRAGMA foreign_keys=ON")
-        cursor.execute("PRAGMA synchronous=NORMAL")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Any) -> None:
-        write = connection.get_execution_options().get("loopwright_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-    _use_wal(engine)
-    return engine
-
-
-def _use_wal(engine: Engine) -> None:
-    """Switch the file to WAL, which stays with the file. Several first openers collide here despite the busy timeout."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        raw = engine.raw_connection()
-        try:
-            raw.cursor().execute("PRAGMA journal_mode=WAL")
-            return
-        except Exception as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise OperationalError("PRAGMA journal_mode=WAL", None, error) from error
-            time.sleep(0.02)
-        finally:
-            raw.close()
