@@ -99,6 +99,15 @@ async def test_one_budget_bounds_all_attempts() -> None:
         await client.close()
 
 
+async def test_a_server_that_went_away_ends_the_run_before_the_budget() -> None:
+    async with StubServer().run() as stub:
+        client = GenerateClient(stub.url, 1000, first_pause_s=0.02, unreachable_s=0.1)
+        await client.open(5)
+    with pytest.raises(ServerError, match="has been unreachable for"):
+        await one_turn(client)
+    await client.close()
+
+
 async def test_a_server_that_is_not_there() -> None:
     client = GenerateClient("http://127.0.0.1:9", 1)
     with pytest.raises(ServerError, match=r"no answer from http://127\.0\.0\.1:9"):

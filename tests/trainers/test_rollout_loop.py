@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.fake_engine import CharTokenizer, fake_config
 from tests.support.stub_server import StubServer
-from trainers.errors import DatasetError, RolloutFailures
+from trainers.errors import ConfigError, DatasetError, RolloutFailures
 from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.main import build_engine
@@ -273,3 +273,12 @@ async def test_a_fault_in_a_hook_ends_the_run_with_it() -> None:
     async with running(StubServer(), [by_rank], loop_class=Broken) as engine:
         with pytest.raises(ZeroDivisionError, match="in the hook"):
             await only_step(engine)
+
+
+async def test_rewards_that_do_not_fit_the_config_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no reward function is given"):
+        async with running(StubServer(), []):
+            pass
+    with pytest.raises(ConfigError, match="reward_weights has 2 values for 1 reward functions"):
+        async with running(StubServer(), [by_rank], reward_weights=[1.0, 2.0], reward_funcs=["a:b", "c:d"]):
+            pass

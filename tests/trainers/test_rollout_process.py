@@ -133,6 +133,9 @@ def test_generated_steps_cross_with_their_rows(tmp_path: Path, model: Path, stub
     process = RolloutProcess(grpo(tmp_path, model, stub.url))
     info = process.start(resume_dir=None, version=0, world_size=2, resume_step=0)
     assert (info.prompts, info.vocab_size, info.max_sequence_tokens, info.token_budget) == (6, 64, 64, None)
+    assert process.pid is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # meant for the trainer, which still wants a snapshot
+        os.kill(process.pid, number)
     process.synced(0)
     process.request_step(1, 0)
     step = process.next_step(1, 0)

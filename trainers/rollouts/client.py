@@ -23,6 +23,7 @@ from trainers.types import TurnRecord, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+_UNREACHABLE_S = 30.0
 _NO_LOGPROB = -9999.0  # how vLLM writes −inf and NaN
 
 
@@ -56,16 +57,24 @@ class GenerateClient:
         base_url: of the server, without `/v1`.
         budget_s: seconds a request may take, all its attempts and pauses together.
         on_retry: called once for every request that is sent again, with its cause.
+        unreachable_s: seconds without any answer to any request, connections failing, after which the server counts as gone.
     """
 
     def __init__(
-        self, base_url: str, budget_s: float, on_retry: Callable[[str], None] = lambda cause: None, first_pause_s: float = 0.5
+        self,
+        base_url: str,
+        budget_s: float,
+        on_retry: Callable[[str], None] = lambda cause: None,
+        first_pause_s: float = 0.5,
+        unreachable_s: float = _UNREACHABLE_S,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.facts: ServerFacts | None = None
         self._budget_s = budget_s
         self._on_retry = on_retry
         self._first_pause_s = first_pause_s
+        self._unreachable_s = unreachable_s
+        self._unreachable_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
         self._jitter = random.Random(0)
         self._last_error: str | None = None
@@ -116,9 +125,10 @@ class GenerateClient:
             await self._session.close()
 
     async def turn(
-        self, prompt_ids: np.ndarray, *, temperature: float, max_tokens: int, seed: int, version: Callable[[], int]
+        self, prompt_ids: np.ndarray, *, temperature: float, max_tokens: int, seed: int, version: Callable[[], int | None]
     ) -> TurnRecord:
-        """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every attempt.
+        """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every attempt. None: whatever
+        weights the server holds, under version 0 (evaluation).
 
         Raises:
             RequestFailed: refused, or out of budget.
@@ -131,10 +141,11 @@ class GenerateClient:
             try:
                 timeout_s = deadline - time.monotonic()
                 turn = await self._attempt(prompt_ids, temperature, max_tokens, seed, version(), timeout_s)
-                self._last_error = None
+                self._last_error = self._unreachable_since = None
                 return turn
             except _Retryable as error:
                 self._last_error = str(error)
+                self._look_for_death(error)
                 attempt += 1
                 left_s = deadline - time.monotonic()
                 if left_s <= pause_s:
@@ -143,8 +154,18 @@ class GenerateClient:
             await asyncio.sleep(pause_s * (0.75 + 0.5 * self._jitter.random()))
             pause_s = min(pause_s * 2, 10.0)
 
+    def _look_for_death(self, error: _Retryable) -> None:
+        """Raises `ServerError` if nothing but failed connections has been seen for too long."""
+        if error.cause != "connection":
+            self._unreachable_since = None
+            return
+        now = time.monotonic()
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since > self._unreachable_s:
+            raise ServerError(f"{self.base_url} has been unreachable for {now - self._unreachable_since:.0f} s: {error}")
+
     async def _attempt(
-        self, prompt_ids: np.ndarray, temperature: float, max_tokens: int, seed: int, version: int, timeout_s: float
+        self, prompt_ids: np.ndarray, temperature: float, max_tokens: int, seed: int, version: int | None, timeout_s: float
     ) -> TurnRecord:
         assert self._session is not None and self.facts is not None
         # Neutral values are said, because the server would otherwise take those of the model's generation config.
@@ -181,7 +202,7 @@ class GenerateClient:
         return _parse(answer["choices"][0], prompt_ids, version)
 
 
-def _parse(choice: dict[str, Any], prompt_ids: np.ndarray, version: int) -> TurnRecord:
+def _parse(choice: dict[str, Any], prompt_ids: np.ndarray, version: int | None) -> TurnRecord:
     """One choice of either endpoint."""
     if choice["finish_reason"] not in ("stop", "length"):
         raise _Retryable("aborted", f"the server ended the request with {choice['finish_reason']!r}")
@@ -203,14 +224,14 @@ def _parse(choice: dict[str, Any], prompt_ids: np.ndarray, version: int) -> Turn
     )
 
 
-def _spans(weight_versions: list[dict[str, Any]] | None, length: int, version: int) -> list[VersionSpan]:
+def _spans(weight_versions: list[dict[str, Any]] | None, length: int, version: int | None) -> list[VersionSpan]:
     """The server's version spans; everything is stamped with the `version` at dispatch if it has none.
 
     Raises:
         ServerError: it serves weights that are older than those it confirmed, or that nobody numbered: it was restarted.
     """
-    if weight_versions is None:
-        return [VersionSpan(0, length, version)]
+    if weight_versions is None or version is None:
+        return [VersionSpan(0, length, version or 0)]
     for span in weight_versions:
         if not str(span["version"]).isdecimal() or int(span["version"]) < version:
             raise ServerError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
@@ -38,6 +39,8 @@ from trainers.rollouts.measure import measure_step, rollout_rows
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.step_source import BUFFER_FILE, STATE_FILE
 from trainers.types import RolloutGroup, Sample, Step
+
+logger = logging.getLogger(__name__)
 
 _ROWS_KEPT = 64  # of the rollouts table, between two steps
 _REJECTED = ("filtered", "too_long", "oversize")  # an epoch of nothing else would repeat for ever
@@ -96,6 +99,7 @@ class StepEngine:
         self._planned: dict[int, list[Sample]] = {}
         self._outstanding: dict[Key, int] = {}  # rollouts of each group that is generating or in scoring
         self._rollouts = 0  # their sum
+        self._epochs_told = 0
         self._rejected: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._request: _Request | None = None
         self._finished = False  # the source has nothing more to give
@@ -112,6 +116,7 @@ class StepEngine:
     def start(self) -> None:
         """Begin to admit prompts. `restore` comes before."""
         self.ledger.close_finished()
+        self._epochs_told = len(self.ledger.summary)
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
 
     def progress(self) -> None:
@@ -333,6 +338,11 @@ class StepEngine:
         self.progress()
         self._advance()
         self._changed.set()
+        while self._epochs_told in self.ledger.summary:
+            counts = self.ledger.summary[self._epochs_told]
+            if not counts["trained"]:
+                logger.warning("epoch %d had no usable prompt; dropped: %s", self._epochs_told, counts["dropped"])
+            self._epochs_told += 1
 
     def _advance(self) -> None:
         """Move samples from the queue into the step that was asked for, and hand it over once it is full."""

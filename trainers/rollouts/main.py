@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from pydantic import TypeAdapter
 from trainers.algorithms import build_algorithm
 from trainers.config import AsyncTrainerConfig, GRPOConfig, SFTConfig, TrainerConfig, TrainerConfigUnion
 from trainers.data import PromptBuilder, Rows, check_columns, load_rows, load_tokenizer
+from trainers.errors import ConfigError
 from trainers.metrics import MetricBag
 from trainers.packing import step_to_wire
 from trainers.rewards import load_callable
@@ -93,6 +95,10 @@ async def build_engine(
     else:
         assert isinstance(config, GRPOConfig), config
         functions = payload.reward_funcs or [load_callable(spec) for spec in config.reward_funcs]
+        if not functions and payload.loop_class is None:
+            raise ConfigError("no reward function is given: name at least one in `reward_funcs`")
+        if config.reward_weights is not None and len(config.reward_weights) != len(functions):
+            raise ConfigError(f"reward_weights has {len(config.reward_weights)} values for {len(functions)} reward functions")
         loop_class: type[AsyncRolloutLoop] = payload.loop_class or AsyncRolloutLoop
         source = loop_class(
             payload.args if payload.args is not None else config,
@@ -245,6 +251,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("payload", type=Path, nargs="?", help="Python objects of the user's")
     args = parser.parse_args(argv)
     _die_with(args.parent)
+    # Signals to the whole process group are for the trainer to answer, which still wants a snapshot from here. A function
+    # rather than SIG_IGN, because the latter would be inherited by what reward functions start.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     os.set_inheritable(args.fd, False)  # a reward function's child must not hold the channel open
     config = TypeAdapter(TrainerConfigUnion).validate_python(json.loads(args.config.read_text()))
     try:
