@@ -74,8 +74,12 @@ def load_problems(config: TrainerConfig, tokenizer: Any) -> list[Prompt]:
     return [builder.prompt(0, index, rows[index]) for index in range(len(rows))]
 
 
-def server_generate(url: str, timeout_s: float, max_tokens: int, version: int = 0) -> Generate:
-    """Greedy completions from a server, many requests at once. A prompt the server refuses gives None."""
+def server_generate(url: str, timeout_s: float, max_tokens: int, version: int | None = None) -> Generate:
+    """Greedy completions from a server, many requests at once. A prompt the server refuses gives None.
+
+    Args:
+        version: the policy version that the server must hold; None: whatever it holds.
+    """
 
     async def all_turns(prompts: Sequence[Prompt]) -> list[TurnRecord | None]:
         client = GenerateClient(url, timeout_s)
