@@ -15,9 +15,9 @@ import pytest
 from tests.support.fake_engine import CharTokenizer, fake_config
 from tests.support.stub_server import StubServer
 from trainers.errors import ConfigError, DatasetError, RolloutFailures
+from trainers.rollouts.build import build_engine
 from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.loop import AsyncRolloutLoop
-from trainers.rollouts.main import build_engine
 from trainers.rollouts.payload import Payload
 from trainers.types import Prompt, Rollout, RolloutGroup
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +153,45 @@ def test_generated_steps_cross_with_their_rows(tmp_path: Path, model: Path, stub
     assert process.snapshot(tmp_path / "s")["epochs"] == {"0": {"trained": 6, "dropped": {}}}
     process.close()
     process.close()
+
+
+def test_a_killed_run_trains_every_prompt_exactly_once(tmp_path: Path, model: Path, stub: StubServer) -> None:
+    """Checkpoint at step 1, killed after step 2 with step 3 asked for; the resumed run does the epoch's rest and no more."""
+    config = grpo(tmp_path, model, stub.url, prompts=9)
+    trained: dict[int, list[tuple[int, ...]]] = {}
+
+    def train(process: RolloutProcess, index: int, version: int) -> bool:
+        step = process.next_step(index, version)
+        if step is None:
+            return False
+        row = step.rows[0][0]
+        trained[index] = [tuple(row.input_ids[a:b].tolist()) for a, b in itertools.pairwise(row.cu_seqlens.tolist())]
+        process.committed(index)
+        process.synced(version + 1)
+        return True
+
+    process = started(config)
+    process.synced(0)
+    assert train(process, 1, 0)
+    process.snapshot(tmp_path / "checkpoint")
+    assert train(process, 2, 1)
+    process.request_step(3, 2)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RolloutProcessDied):
+        process.next_step(3, 2)
+    process.close()
+
+    process = started(config, resume_dir=tmp_path / "checkpoint", version=1, resume_step=1)
+    process.synced(1)
+    index = 2
+    while train(process, index, index - 1):
+        index += 1
+    state = process.snapshot(tmp_path / "end")
+    process.close()
+    counts = Counter(ids for step in range(1, index) for ids in trained[step])
+    assert len(counts) == 9 and set(counts.values()) == {2}
+    assert state["epochs"] == {"0": {"trained": 9, "dropped": {}}}
 
 
 def test_the_child_has_neither_devices_nor_ranks() -> None:

@@ -127,8 +127,8 @@ class GenerateClient:
     async def turn(
         self, prompt_ids: np.ndarray, *, temperature: float, max_tokens: int, seed: int, version: Callable[[], int | None]
     ) -> TurnRecord:
-        """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every attempt. None: whatever
-        weights the server holds, under version 0 (evaluation).
+        """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every attempt.
+        None: whatever weights the server holds, under version 0 (evaluation).
 
         Raises:
             RequestFailed: refused, or out of budget.

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ from trainers.config import TrainerConfig
 from trainers.data import PromptBuilder, Rows
 from trainers.errors import DatasetError, NoProgress
 from trainers.metrics import MetricBag
-from trainers.packing import pack_step
-from trainers.planner import StepPlanner
 from trainers.rollouts.admission import Situation, decide
 from trainers.rollouts.buffer import buffer_arrays, read_buffer, write_buffer
 from trainers.rollouts.ledger import Key, Ledger
-from trainers.rollouts.measure import measure_step, rollout_rows
+from trainers.rollouts.measure import rollout_rows
 from trainers.rollouts.source import Dropped, RolloutSource
+from trainers.rollouts.steps import StepQueue
 from trainers.step_source import BUFFER_FILE, STATE_FILE
 from trainers.types import RolloutGroup, Sample, Step
 
@@ -44,16 +42,6 @@ logger = logging.getLogger(__name__)
 
 _ROWS_KEPT = 64  # of the rollouts table, between two steps
 _REJECTED = ("filtered", "too_long", "oversize")  # an epoch of nothing else would repeat for ever
-
-
-@dataclass(slots=True)
-class _Request:
-    index: int
-    train_version: int
-    planner: StepPlanner
-    future: asyncio.Future[Step | None]
-    samples: list[Sample] = field(default_factory=list)
-    waiting_since: float | None = None  # the trainer does nothing else any more
 
 
 class StepEngine:
@@ -85,29 +73,29 @@ class StepEngine:
         self.config, self.algorithm, self.source = config, algorithm, source
         self.ledger = Ledger(len(rows), config.seed, config.shuffle, config.num_train_epochs if config.max_steps < 0 else None)
         self.rng = rng
-        self.token_budget = token_budget
         self.fingerprint = rows.fingerprint()
         self._rows, self._builder, self._metrics = rows, builder, metrics
         self._longest = min(max_sequence_tokens, token_budget or max_sequence_tokens)
-        self._world_size = world_size
-        # Recorded rows are never stale.
-        self._max_staleness: int = getattr(config, "max_staleness", 0)
-        self._sync_steps: int = getattr(config, "weight_sync_steps", 1)
+        self._steps = StepQueue(
+            config,
+            algorithm,
+            metrics,
+            token_budget=token_budget,
+            version=version,
+            resume_step=resume_step,
+            world_size=world_size,
+            settle=self._settle,
+            gauge=self._gauge,
+        )
         self._version: int | None = None if algorithm.generates else version
-        self._next_index, self._next_version = resume_step + 1, version
-        self._queue: deque[Sample] = deque()
-        self._planned: dict[int, list[Sample]] = {}
         self._outstanding: dict[Key, int] = {}  # rollouts of each group that is generating or in scoring
         self._rollouts = 0  # their sum
         self._epochs_told = 0
         self._rejected: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self._request: _Request | None = None
         self._finished = False  # the source has nothing more to give
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._moved = self._measured = time.monotonic()
-        self._mean_length = 0.0
-        self._samples_per_step: float | None = None
         self._table: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -125,30 +113,20 @@ class StepEngine:
 
     async def step(self, index: int, train_version: int) -> Step | None:
         """Plan and pack step `index`; waits for samples. None: the data is finished."""
-        assert self._request is None, f"step {index} asked for while one is open"
-        assert index == self._next_index, f"step {index} asked for, {self._next_index} is next"
         if self._error is not None:
             raise self._error
-        rows = self.config.gradient_accumulation_steps
-        planner = StepPlanner(rows, self._world_size, self.token_budget, self.config.per_device_train_batch_size)
-        request = self._request = _Request(index, train_version, planner, asyncio.get_running_loop().create_future())
-        self._next_version = train_version
+        request = self._steps.open(index, train_version)
         self._advance()
-        try:
-            return await request.future
-        finally:
-            if self._request is request:
-                self._request = None
+        return await request.future
 
     def trainer_waits(self) -> None:
         """The trainer has nothing to do until the open request is answered: from now on, no progress is a failure."""
-        if self._request is not None:
-            self._request.waiting_since = time.monotonic()
+        if self._steps.request is not None:
+            self._steps.request.waiting_since = time.monotonic()
 
     def committed(self, index: int) -> None:
         """Step `index` was trained."""
-        for sample in self._planned.pop(index):
-            self._settle(sample, None)
+        self._steps.committed(index)
         self._touch()
 
     def synced(self, version: int) -> None:
@@ -169,16 +147,14 @@ class StepEngine:
         """The state and the buffer as of now; both are copies."""
         state = {
             **self.ledger.state_dict(),
-            "model_version": self._version if self._version is not None else self._next_version,
-            "step": min(self._planned, default=self._next_index) - 1,
+            "model_version": self._version if self._version is not None else self._steps.next_version,
+            "step": self._steps.last_committed,
             "fingerprint": self.fingerprint,
             "rng": self.rng.bit_generator.state,
         }
         if not (self.config.save_rollout_buffer and self.algorithm.generates):
             return state, None  # recorded rows are simply read again
-        held = [sample for index in sorted(self._planned) for sample in self._planned[index]]
-        held += self._request.samples if self._request else []
-        return state, buffer_arrays([*held, *self._queue])
+        return state, buffer_arrays(self._steps.held())
 
     def restore(self, directory: Path) -> None:
         """Load a snapshot, before `start`.
@@ -198,14 +174,11 @@ class StepEngine:
         self.rng.bit_generator.state = state["rng"]
         if not (directory / BUFFER_FILE).exists():
             return
-        fresh = [
-            sample
-            for sample in read_buffer(directory / BUFFER_FILE)
-            if self._next_version - sample.version_min <= self._max_staleness
-        ]
+        version = self._steps.next_version
+        fresh = [sample for sample in read_buffer(directory / BUFFER_FILE) if not self._steps.stale(sample, version)]
         for group, samples in Counter(sample.group for sample in fresh).items():
             self.ledger.restored(_key(group), samples)
-        self._enqueue(fresh)
+        self._steps.put(fresh)
 
     # The source's side
 
@@ -252,31 +225,22 @@ class StepEngine:
             self._metrics.add("rollout/backpressure_s", seconds)
 
     def _situation(self) -> Situation:
-        request = self._request
+        steps, request = self._steps, self._steps.request
         return Situation(
             version=self._version,
-            next_version=self._next_version,
-            next_index=self._next_index,
+            next_version=steps.next_version,
+            next_index=steps.next_index,
             max_steps=self.config.max_steps if self.config.max_steps > 0 else None,
-            waiting=request is not None and not request.future.done() and not self._queue,
+            waiting=request is not None and not request.future.done() and not steps.waiting,
             planned=len(request.samples) if request else 0,
-            queued=len(self._queue),
+            queued=len(steps.waiting),
             outstanding=self._rollouts,
-            samples_per_step=self._estimate(),
-            weight_sync_steps=self._sync_steps,
+            samples_per_step=steps.samples_per_step(),
+            weight_sync_steps=getattr(self.config, "weight_sync_steps", 1),
             # The queue alone bounds how far ahead recorded rows are read.
-            max_staleness=self._max_staleness if self.algorithm.generates else 2**31,
+            max_staleness=getattr(self.config, "max_staleness", 2**31),
             queue_maxsize=self.config.queue_maxsize,
         )
-
-    def _estimate(self) -> float:
-        """Samples in a step: as in the newest full steps; before the first from the lengths seen, else as the config says."""
-        rows = self.config.gradient_accumulation_steps * self._world_size
-        if self.token_budget is None or not self._mean_length:
-            return rows * self.config.per_device_train_batch_size
-        if self._samples_per_step is not None:
-            return self._samples_per_step
-        return rows * max(1.0, self.token_budget / self._mean_length)
 
     def _take(self, group: RolloutGroup) -> None:
         key = (group.prompt.epoch, group.prompt.row)
@@ -298,15 +262,7 @@ class StepEngine:
             return
         self._rollouts -= self._outstanding.pop(key)
         self.ledger.queued(key, len(fitting))
-        self._enqueue(fitting)
-
-    def _enqueue(self, samples: list[Sample]) -> None:
-        now = time.monotonic()
-        for sample in samples:
-            sample.queued_at = now
-            length = len(sample.token_ids)
-            self._mean_length = 0.98 * self._mean_length + 0.02 * length if self._mean_length else float(length)
-            self._queue.append(sample)
+        self._steps.put(fitting)
 
     def _drop(self, key: Key, cause: str) -> None:
         """A whole group is given up before it entered the queue."""
@@ -332,12 +288,11 @@ class StepEngine:
         if self.ledger.settle(_key(sample.group), cause):
             self._count_group_drop(cause or "")
 
-    # Planning
+    # Shared by both sides
 
     def _touch(self) -> None:
         self.progress()
         self._advance()
-        self._changed.set()
         while self._epochs_told in self.ledger.summary:
             counts = self.ledger.summary[self._epochs_told]
             if not counts["trained"]:
@@ -345,50 +300,13 @@ class StepEngine:
             self._epochs_told += 1
 
     def _advance(self) -> None:
-        """Move samples from the queue into the step that was asked for, and hand it over once it is full."""
-        request = self._request
-        if request is None or request.future.done() or self._error is not None:
-            return
-        while self._queue:
-            sample = self._queue[0]
-            if self.algorithm.generates and request.train_version - sample.version_min > self._max_staleness:
-                self._queue.popleft()
-                self._metrics.add("sample/dropped_stale_total", 1)
-                self._settle(sample, "stale")
-            elif request.planner.add(len(sample.token_ids)):
-                request.samples.append(self._queue.popleft())
-                if request.planner.full:
-                    return self._hand_over(request, partial=False)
-            else:
-                return self._hand_over(request, partial=False)
-        self._changed.set()
-        if self._finished:
-            self._hand_over(request, partial=True)
-
-    def _hand_over(self, request: _Request, partial: bool) -> None:
-        if not request.samples:
-            request.future.set_result(None)
-            return
-        if not partial:
-            old = self._samples_per_step
-            self._samples_per_step = len(request.samples) if old is None else 0.5 * (old + len(request.samples))
-        self.algorithm.step(request.samples)
-        plan = request.planner.plan()
-        self._gauge()
-        measure_step(self._metrics, request.samples, plan, self.token_budget, request.train_version, self.algorithm.generates)
-        self._planned[request.index] = request.samples
-        request.future.set_result(pack_step(request.index, plan, request.samples, self._metrics.drain()))
-        self._next_index = request.index + 1
-        # The trainer syncs after every `weight_sync_steps` steps.
-        self._next_version = request.train_version + (request.index % self._sync_steps == 0)
-        request.samples = []
-        self._request = None
+        if self._error is None:
+            self._steps.advance(self._finished)
         self._changed.set()
 
     def _gauge(self) -> None:
         now = time.monotonic()
         self._metrics.add("epoch", self.ledger.done / self.ledger.prompts)
-        self._metrics.add("sample/rollout_queue_size", len(self._queue))
         for name, value in self.source.gauges().items():
             self._metrics.add(name, value)
         if self.algorithm.generates:
@@ -399,15 +317,16 @@ class StepEngine:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        if self._request is not None and not self._request.future.done():
-            self._request.future.set_exception(error)
+        request, self._steps.request = self._steps.request, None
+        if request is not None and not request.future.done():
+            request.future.set_exception(error)
 
     async def _watch(self) -> None:
         """End the run when the trainer waits and nothing has moved for too long."""
         limit = self.config.rollout_worker_timeout
         while self._error is None:
             await asyncio.sleep(min(1.0, limit / 4))
-            request = self._request
+            request = self._steps.request
             if request is None or request.future.done() or request.waiting_since is None:
                 continue
             if time.monotonic() - max(self._moved, request.waiting_since) > limit:

@@ -1,0 +1,124 @@
+"""Puts a run's rollout side together: data, tokenizer, source, engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from trainers.algorithms import build_algorithm
+from trainers.config import AsyncTrainerConfig, GRPOConfig, SFTConfig, TrainerConfig
+from trainers.data import PromptBuilder, Rows, check_columns, load_rows, load_tokenizer
+from trainers.errors import ConfigError
+from trainers.metrics import MetricBag
+from trainers.rewards import load_callable
+from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.engine import StepEngine
+from trainers.rollouts.loop import AsyncRolloutLoop
+from trainers.rollouts.payload import Payload
+from trainers.rollouts.scoring import Scorer
+from trainers.rollouts.source import RecordedSource, RolloutSource
+
+
+def concurrency_cap(config: AsyncTrainerConfig, world_size: int) -> int:
+    """Most rollouts in flight."""
+    if config.max_concurrent_rollouts is not None:
+        return config.max_concurrent_rollouts
+    per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+    return max(config.max_staleness, 1) * per_step
+
+
+def tokenizer_without_torch(config: TrainerConfig) -> Any:
+    """The tokenizer, loaded without torch if nothing here has imported it yet: that saves 5 s of CPU and 300 MB.
+
+    transformers looks for torch once, when it is imported. It is forgotten afterwards, so that a reward function that wants a
+    model finds one that knows of torch.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules or config.trust_remote_code:
+        return load_tokenizer(config)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]  # how Python marks a module as not to be found
+    try:
+        return load_tokenizer(config)
+    finally:
+        del sys.modules["torch"]
+        if isinstance(config, GRPOConfig) and not all(
+            spec.path.startswith("trainers.rewards:") for spec in config.reward_funcs
+        ):
+            for name in [name for name in sys.modules if name == "transformers" or name.startswith("transformers.")]:
+                del sys.modules[name]
+
+
+async def build_engine(
+    config: TrainerConfig, payload: Payload, *, version: int, resume_step: int, world_size: int
+) -> tuple[StepEngine, dict[str, Any]]:
+    """An engine with its source opened, not yet started, and the `SourceInfo` fields.
+
+    Raises:
+        DatasetError, ConfigError, ServerError: the data, the model or the server cannot be used.
+    """
+    rows = Rows(payload.dataset, "train_dataset") if payload.dataset is not None else load_rows(config.dataset)
+    check_columns(rows, config)
+    tokenizer = payload.tokenizer or tokenizer_without_torch(config)
+    builder = PromptBuilder(tokenizer, config)
+    algorithm = build_algorithm(config)
+    metrics = MetricBag()
+    rng = np.random.default_rng([config.seed, resume_step])
+    holder: list[StepEngine] = []  # the loop reports progress to the engine, which is built after it
+
+    source: RolloutSource
+    if isinstance(config, SFTConfig):
+        source = RecordedSource(rows, builder, algorithm, config.max_length)
+    else:
+        assert isinstance(config, GRPOConfig), config
+        functions = payload.reward_funcs or [load_callable(spec) for spec in config.reward_funcs]
+        if not functions and payload.loop_class is None:
+            raise ConfigError("no reward function is given: name at least one in `reward_funcs`")
+        if config.reward_weights is not None and len(config.reward_weights) != len(functions):
+            raise ConfigError(f"reward_weights has {len(config.reward_weights)} values for {len(functions)} reward functions")
+        loop_class: type[AsyncRolloutLoop] = payload.loop_class or AsyncRolloutLoop
+        source = loop_class(
+            payload.args if payload.args is not None else config,
+            settings=config,
+            algorithm=algorithm,
+            rows=rows,
+            tokenizer=tokenizer,
+            client=GenerateClient(
+                config.vllm_server_base_url,
+                config.vllm_server_timeout,
+                on_retry=lambda cause: metrics.add("rollout/vllm_retry_total", 1),
+            ),
+            scorer=Scorer(functions, config.reward_weights, metrics),
+            metrics=metrics,
+            cap=concurrency_cap(config, world_size),
+            next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
+            progress=lambda: holder[0].progress(),
+        )
+    await source.open()
+    budget = config.token_budget
+    token_budget = source.max_sequence_tokens if budget is None else budget if budget > 0 else None
+    engine = StepEngine(
+        config,
+        algorithm,
+        source,
+        rows,
+        builder,
+        token_budget=token_budget,
+        max_sequence_tokens=source.max_sequence_tokens,
+        version=version,
+        resume_step=resume_step,
+        world_size=world_size,
+        metrics=metrics,
+        rng=rng,
+    )
+    holder.append(engine)
+    info = {
+        "prompts": len(rows),
+        "fingerprint": engine.fingerprint,
+        "token_budget": token_budget,
+        "max_sequence_tokens": source.max_sequence_tokens,
+        "vocab_size": len(tokenizer),
+    }
+    return engine, info
