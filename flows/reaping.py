@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -52,6 +53,10 @@ def _end_mlflow(run: RunRow) -> None:
         log.warning("MLflow run of %s could not be ended: %s", run.name, error)
 
 
+def _seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
 def _crash_flow_runs(registry: Registry) -> Sequence[str]:
     """Set Prefect flow runs of runs that have ended, or whose process is gone, to Crashed; their ids."""
     url = prefect_url()
@@ -64,13 +69,14 @@ def _crash_flow_runs(registry: Registry) -> Sequence[str]:
     }
     crashed = []
     try:
-        with httpx.Client(base_url=url, timeout=10.0) as client:
+        with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
             query = {"flow_runs": {"state": {"type": {"any_": _UNFINISHED}}}, "limit": 200}
             answer = client.post("/flow_runs/filter", json=query)
             answer.raise_for_status()
             for flow_run in answer.json():
                 run = done.get(flow_run["id"])
-                if run is None:
+                # Running since the run ended: a retry that has not taken the row up yet.
+                if run is None or _seconds(flow_run["state"]["timestamp"]) > run.updated_at:
                     continue
                 state = {"type": "CRASHED", "name": "Crashed", "message": run.cause or f"the run is {run.status}"}
                 client.post(f"/flow_runs/{run.prefect_flow_run_id}/set_state", json={"state": state, "force": True})
