@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -125,11 +126,13 @@ def run_script(
         block_flow_packages(blocked)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LOOPWRIGHT_", "MLFLOW_"))}
     environment |= {"PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]), "VLLM_API_KEY": key, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    command = [sys.executable, *launcher, str(script), *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a launcher's ranks as well
+            raise AssertionError(f"the script did not end within {timeout_s} s:\n{process.communicate()[1]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
