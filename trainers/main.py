@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -215,11 +216,11 @@ def train(payload: dict[str, Any]) -> int:
 
     transformers_logging.disable_progress_bar()
     fields, run = payload["config"], payload["run"]
-    config = read_config(fields)
+    reporting = Reporting(fields, run, is_main=int(os.environ.get("RANK", 0)) == 0)
     with session.stop_on_sigterm() as stop:
-        ranks = session.join_ranks(config)
-        reporting = Reporting(fields, run, ranks.is_main)
         try:
+            config = read_config(fields)
+            ranks = session.join_ranks(config)
             sink = reporting.open(config) if ranks.is_main else None
             resume = ranks.rank_zero(lambda: latest_whole(config.output_dir))
             model = load_model(config, str(resume) if resume else None)
@@ -234,7 +235,8 @@ def train(payload: dict[str, Any]) -> int:
         )
         if dist.is_initialized():
             dist.destroy_process_group()
-    logger.info("ended at step %d (%s); checkpoint %s", result.step, result.stopped, result.checkpoint)
+    if ranks.is_main:
+        logger.info("ended at step %d (%s); checkpoint %s", result.step, result.stopped, result.checkpoint)
     return STOPPED if stopped else 0
 
 

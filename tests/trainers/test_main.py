@@ -180,3 +180,10 @@ def test_a_database_out_of_reach_costs_a_warning_and_merges_progress(caplog):
     writer.close()
     assert written[-1]["step"] == 4 and written[-1]["reward"] == 0.5 and len(written) <= 3
     assert "database is locked" in caplog.text
+
+
+def test_an_environment_variable_that_is_not_set_closes_the_attempt_too(folder):
+    job = Job(folder, "unset", dataset={"path": "${oc.env:LOOPWRIGHT_TEST_UNSET}"})
+    number, path = job.attempt()
+    assert module.main([str(path)]) == 1
+    assert (job.row(number).failure_class, "LOOPWRIGHT_TEST_UNSET is not set" in str(job.row(number).cause)) == ("user", True)

@@ -39,7 +39,7 @@ def _sample(group: str, chain: list[TurnRecord], advantage: float) -> Sample:
         token_ids=token_ids,
         loss_mask=loss_mask,
         sampler_logprobs=np.where(loss_mask, logprobs, np.float32(0)),
-        advantage=float(advantage),
+        advantage=advantage,
         version_min=min(versions),
         version_max=max(versions),
     )
@@ -60,5 +60,7 @@ def group_samples(group: RolloutGroup) -> list[Sample]:
     advantages = group.advantages if group.advantages is not None else np.zeros(len(group.rollouts), np.float32)
     assert len(advantages) == len(group.rollouts), f"{len(advantages)} advantages for {len(group.rollouts)} rollouts"
     return [
-        sample for rollout, value in zip(group.rollouts, advantages, strict=True) for sample in rollout_samples(rollout, value)
+        sample
+        for rollout, value in zip(group.rollouts, advantages, strict=True)
+        for sample in rollout_samples(rollout, float(value))
     ]
