@@ -94,7 +94,7 @@ def show(run: str) -> None:
             _text(item.resume_step),
             _time(item.started_at),
             _time(item.ended_at),
-            _text(item.cause),
+            _first(item.cause),
         )
         for item in registry.list_attempts(row.id)
     ]
@@ -202,11 +202,16 @@ def _load(kind: str, path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
 def _run_line(row: RunRow) -> tuple[str, ...]:
     step = row.progress.get("step")
     shown = "" if step is None else f"{step}/{row.progress.get('max_steps') or '?'}"
-    return row.name, row.flow, row.status, shown, _time(row.created_at), _text(row.cause).splitlines()[0] if row.cause else ""
+    return row.name, row.flow, row.status, shown, _time(row.created_at), _first(row.cause)
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _first(text: str | None) -> str:
+    """The first line, which says the cause; what follows is the end of a log."""
+    return text.splitlines()[0] if text else ""
 
 
 def _time(seconds: float | None) -> str:

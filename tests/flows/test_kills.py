@@ -24,6 +24,10 @@ def step_of(registry: Registry, name: str) -> int:
     return (run.progress.get("step") or 0) if run else 0
 
 
+def attempts(registry: Registry, name: str) -> int:
+    return len(registry.list_attempts(registry.get_run(name).id))
+
+
 def kill_one(home: Path, program: str) -> None:
     (pid, *_) = wait_for(lambda: processes(home, program), f"a process of {program}", PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
@@ -42,8 +46,7 @@ def test_a_run_survives_the_loss_of_every_part_and_trains_each_prompt_once(home:
         before = step_of(registry, "killed")
         wait_for(lambda before=before: step_of(registry, "killed") >= before + 4, "four more steps", PATIENCE_S)
         kill_one(home, program)
-        run_id = registry.get_run("killed").id
-        wait_for(lambda number=number: len(registry.list_attempts(run_id)) > number, f"an attempt after {program}", PATIENCE_S)
+        wait_for(lambda number=number: attempts(registry, "killed") > number, f"an attempt after {program}", PATIENCE_S)
     causes = [attempt.cause or "" for attempt in registry.list_attempts(registry.get_run("killed").id)]
     assert causes[0].startswith("the trainer ended: killed by SIGKILL")
     assert "rollout process" in causes[1] and "SIGKILL" in causes[1]

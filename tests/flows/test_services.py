@@ -1,0 +1,79 @@
+"""`loopwright up`: its services, a flow started through them, Prefect's retry of it, and `down`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows import services
+from infra.registry import Registry
+from tests.flows.runs_for_real import processes, start, wait_for
+from tests.support.tiny_model import build_tiny_model
+
+
+@pytest.mark.timeout(900)
+def test_a_flow_started_through_the_api_fails_with_its_cause_and_is_retried_to_its_end(home: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    try:
+        assert start("up", log=log).wait(300) == 0, log.read_text()
+        up = services.running()
+        assert up is not None
+        with httpx.Client(base_url=up.prefect_url, timeout=30.0, trust_env=False) as api:
+            _fails_then_finishes(api, tmp_path, up.prefect_url)
+        assert httpx.get(f"{up.mlflow_url}/health", trust_env=False).status_code == 200
+    finally:
+        assert start("down", log=log).wait(120) == 0, log.read_text()
+    assert services.running() is None
+    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
+    assert Registry().list_leases() == []
+
+
+def _fails_then_finishes(api: httpx.Client, folder: Path, url: str) -> None:
+    deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()
+    schema = deployment["parameter_openapi_schema"]
+    form = schema["definitions"]["SFTRunConfig"]["properties"]
+    assert form["max_length"]["minimum"] == 2 and "Longest sequence" in form["max_length"]["description"]
+    assert "output_dir" not in form
+
+    # A completion that is a number: the columns are there, so only the trainer finds out.
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": 2}) + "\n")
+    config: dict[str, Any] = {
+        "name": "retried",
+        "model": str(build_tiny_model(folder / "model")),
+        "dataset": {"path": str(rows)},
+        "max_steps": 2,
+        "num_train_epochs": 4,
+        "max_length": 64,
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": False,
+    }
+    created = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={"parameters": {"config": config}})
+    flow_run = created.raise_for_status().json()["id"]
+
+    def state() -> dict[str, Any]:
+        return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
+
+    wait_for(lambda: state()["type"] not in ("SCHEDULED", "PENDING", "RUNNING"), "the flow run ends")
+    failed = Registry().get_run("retried")
+    assert (state()["type"], failed.status) == ("FAILED", "FAILED")
+    assert "column `completion` holds 2" in str(failed.cause)
+    assert state()["message"].splitlines()[0] == str(failed.cause).splitlines()[0]
+
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    retry = [sys.executable, "-m", "prefect", "flow-run", "retry", flow_run]
+    subprocess.run(retry, env={**os.environ, "PREFECT_API_URL": url}, check=True, capture_output=True)
+    wait_for(lambda: state()["type"] not in ("FAILED", "SCHEDULED", "PENDING", "RUNNING"), "the retried flow run ends")
+    done = Registry().get_run("retried")
+    assert (state()["type"], done.status, done.id) == ("COMPLETED", "FINISHED", failed.id)
+    assert done.prefect_flow_run_id == flow_run
+    assert [attempt.status for attempt in Registry().list_attempts(done.id)] == ["FAILED", "FINISHED"]
+    artifacts = api.post("/artifacts/filter", json={"artifacts": {"flow_run_id": {"any_": [flow_run]}}}).json()
+    assert {"progress", "mlflow-run", "checkpoint", "result"} <= {artifact["key"] for artifact in artifacts}
