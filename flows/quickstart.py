@@ -44,15 +44,15 @@ class QuickstartFailed(LoopwrightError):
 
 
 def sft_config(name: str, task: Path, seed: int) -> SFTRunConfig:
-    """Imitate the demonstrations until accuracy has not risen for 100 steps."""
+    """Imitate the demonstrations until accuracy has not risen for 75 steps."""
     return SFTRunConfig.model_validate(
         {
             **_common(name, task, seed),
             "model": str(task / "model"),
             "dataset": {"path": str(task / "sft.jsonl")},
-            "eval": {**_held_out(task), "every": 25, "patience": 4, "reward_func": REWARD},
+            "eval": {**_held_out(task), "every": 25, "patience": 3, "reward_func": REWARD},
             "max_length": 32,
-            "max_steps": 600,
+            "max_steps": 500,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": 60,

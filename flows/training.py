@@ -34,6 +34,8 @@ MAX_BACKOFF_S = 300.0
 # The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot.
 STOP_GRACE_S = 30.0
 SERVER_GONE_GRACE_S = 5.0
+# A server's death is known once everything it started is gone; its trainer may feel it sooner.
+SERVER_DEATH_S = 3.0
 
 
 class RunFailed(LoopwrightError):
@@ -245,16 +247,24 @@ def _exit_outcome(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome
     """What the trainer's end means: its own account if it left one, else what the exit and the log tell."""
     if trainer.returncode == 0:
         return Outcome()
-    if death := job.servers.death():
-        return Outcome("infrastructure", death)
     row = next(row for row in job.registry.list_attempts(job.run.id) if row.number == attempt)
-    if row.ended_at is not None and row.status == "FAILED":
+    told = row.status == "FAILED"
+    if (not told or row.failure_class == "infrastructure") and (death := _server_death(job.servers)):
+        return Outcome("infrastructure", death)
+    if told:
         return Outcome(row.failure_class or "user", row.cause or "the trainer gave no cause", row.traceback)  # type: ignore[arg-type]
     tail = trainer.log_tail()
     # 143: it was asked to stop, and not by this flow. torchrun's own exit code is 1 whatever a rank died of.
     killed = (trainer.returncode or 0) < 0 or trainer.returncode == 143 or re.search(r"exitcode\s*:\s*-\d+", tail)
     how = f"the trainer ended: {trainer.describe_exit()}"
     return Outcome("infrastructure" if killed else "user", f"{how}\nend of {trainer.log_path}:\n{tail}", tail)
+
+
+def _server_death(servers: Servers) -> str | None:
+    deadline = time.monotonic() + SERVER_DEATH_S
+    while (death := servers.death()) is None and servers.rows() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return death
 
 
 def command(job: TrainerJob, attempt: int) -> list[str]:

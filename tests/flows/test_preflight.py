@@ -64,6 +64,12 @@ def test_missing_columns_are_named_with_those_there_are(home: Path, config: Make
     assert found[1] == (f"dataset: dataset `{path}` has no column `colour`, which reward_funcs.0 needs; it has: prompt, answer")
 
 
+def test_the_accuracy_reward_needs_a_reference(home: Path, config: Make, tmp_path: Path) -> None:
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    (line,) = lines(config(dataset={"path": str(tmp_path / "bare.jsonl")}, reward_funcs=["trainers.rewards:accuracy_reward"]))
+    assert "has no column `solution` or `answer`, which reward_funcs.0 needs; it has: prompt" in line
+
+
 def test_a_held_out_set_is_checked_like_the_training_set(home: Path, config: Make, tmp_path: Path) -> None:
     (line,) = lines(config(eval={"dataset": {"path": str(tmp_path / "none.jsonl")}}))
     assert line == f"eval.dataset: there is no file {tmp_path / 'none.jsonl'}"
