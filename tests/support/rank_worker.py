@@ -28,7 +28,7 @@ from trainers.weight_sync.shared_storage import SharedStorageSync
 
 def gradients(ranks: Ranks, folder: Path) -> None:
     """The step's gradients in float64; one cell stays empty."""
-    config = grpo_config(gradient_checkpointing=folder.name == "checkpointing")
+    config = grpo_config(gradient_checkpointing=folder.name == "checkpointing", bf16=False)
     policy = tiny_policy(config, torch.float64, ranks)
     samples = make_samples(seed=3, step=1, count=5)
     micro = 4 // ranks.world_size
@@ -44,7 +44,7 @@ def gradients(ranks: Ranks, folder: Path) -> None:
             outputs[0].sum().backward()
     grads = {name: full(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
     if ranks.is_main:
-        torch.save(grads, folder / f"gradients-{ranks.world_size}.pt")
+        torch.save({name: grad.cpu() for name, grad in grads.items()}, folder / f"gradients-{ranks.world_size}.pt")
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 def train(ranks: Ranks, folder: Path, until: int, out: str) -> None:
     """Go on from the newest checkpoint, if any, up to step `until`; the data has six steps."""
-    config = grpo_config(output_dir=str(folder / out), max_steps=6, save_steps=3)
+    config = grpo_config(output_dir=str(folder / out), max_steps=6, save_steps=3, bf16=False)
     policy = tiny_policy(config, torch.float32, ranks)
     source = FakeSource(steps=until) if ranks.is_main else None
     if source is not None:
@@ -71,7 +71,7 @@ def train(ranks: Ranks, folder: Path, until: int, out: str) -> None:
 def failures(ranks: Ranks, folder: Path) -> None:
     """What only rank 0 sees reaches the others: a refused sync, a dead source."""
     seen: list[str] = []
-    config = grpo_config(output_dir=str(folder / f"rank-{ranks.rank}"), weight_check_steps=1)
+    config = grpo_config(output_dir=str(folder / f"rank-{ranks.rank}"), weight_check_steps=1, bf16=False)
     policy = tiny_policy(config, torch.float32, ranks)
     plane = FakeControlPlane(fail={"update": ["no room", "no room"]})
     sync = SharedStorageSync(config, ranks, None, plane)  # type: ignore[arg-type]

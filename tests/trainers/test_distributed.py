@@ -1,4 +1,4 @@
-"""Two gloo ranks with sharded parameters do what one rank does."""
+"""Two ranks with sharded parameters (gloo; NCCL where there are two GPUs) do what one rank on the same kind of device does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ import pytest
 import torch
 
 from tests.support import rank_worker
-from tests.support.policies import ONE_RANK
+from trainers.distributed import Ranks
 
 WORKER = Path(__file__).parents[1] / "support" / "rank_worker.py"
 ROOT = Path(__file__).parents[2]
 
 
-def launch(ranks: int, folder: Path) -> None:
+def launch(ranks: int, folder: Path, devices: str) -> None:
     """Run the worker under torchrun; its output is shown if it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    if devices == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
     done = subprocess.run(
         [*command, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
@@ -28,17 +34,19 @@ def launch(ranks: int, folder: Path) -> None:
     assert done.returncode == 0, f"{ranks} ranks: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["cpu", *(["cuda"] if torch.cuda.device_count() >= 2 else [])])
+def done(request, tmp_path_factory) -> Path:
     """One rank in this process, two under torchrun, which also go on from one rank's checkpoint; then one from theirs."""
     folder = tmp_path_factory.mktemp("ranks")
-    rank_worker.scenarios(ONE_RANK, folder)
+    (folder / request.param).touch()
+    one = Ranks(0, 1, 0, torch.device(request.param), None, None)
+    rank_worker.scenarios(one, folder)
     for first in (1, 2):
         (folder / f"from-{first}").mkdir()
     (folder / "from-1" / "checkpoint-3").symlink_to(folder / "halves-1" / "checkpoint-3")
-    launch(2, folder)
+    launch(2, folder, request.param)
     (folder / "from-2" / "checkpoint-3").symlink_to(folder / "halves-2" / "checkpoint-3")
-    rank_worker.train(ONE_RANK, folder, 6, "from-2")
+    rank_worker.train(one, folder, 6, "from-2")
     return folder
 
 
@@ -52,14 +60,16 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -
 def test_sharded_gradients_equal_one_ranks(done, kind):
     one, two = (torch.load(done / kind / f"gradients-{ranks}.pt") for ranks in (1, 2))
     assert max(value.abs().max() for value in one.values()) > 1e-3
-    close(one, two, 1e-12)
+    close(one, two, 1e-11)
 
 
 def test_two_ranks_train_as_one_does(done):
     one, two = (torch.load(done / f"straight-{ranks}-6-{ranks}.pt") for ranks in (1, 2))
-    close(one, two, 1e-5)
+    # Adam divides rounding in near-zero gradients by themselves: on GPUs, whose sums are ordered otherwise, weights drift.
+    cuda = (done / "cuda").exists()
+    close(one, two, 1e-3 if cuda else 1e-5)
     losses = [json.loads((done / f"straight-{ranks}-6-{ranks}.json").read_text()) for ranks in (1, 2)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3 if cuda else 1e-5) and len(losses[0]) == 6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -67,7 +77,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(done, ranks):
     straight = torch.load(done / f"straight-{ranks}-6-{ranks}.pt")
     halves = torch.load(done / f"halves-{ranks}-6-{ranks}.pt")
     half = torch.load(done / f"halves-{ranks}-3-{ranks}.pt")
-    close(straight, halves, 0.0)
+    close(straight, halves, 0.0 if not torch.cuda.is_available() else 1e-5)
     assert any(not torch.equal(half[name], halves[name]) for name in half), "the second half changed nothing"
 
 
