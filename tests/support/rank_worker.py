@@ -79,6 +79,7 @@ def failures(ranks: Ranks, folder: Path) -> None:
         sync.push(policy, 0)
     except LoopwrightError as error:
         seen.append(f"{type(error).__name__}: {error}")
+    sync.close()
     if ranks.is_main:
         assert not plane.paused
     source = FakeSource(fail_at=1) if ranks.is_main else None

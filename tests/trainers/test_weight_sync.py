@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,7 @@ from tests.support.tiny_model import build_model, build_tokenizer
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.model import probe_logprobs
 from trainers.server import ServerClient
-from trainers.weight_sync.shared_storage import SharedStorageSync, probe_tokens
+from trainers.weight_sync.shared_storage import PREFIX, SharedStorageSync, probe_tokens, sweep
 
 CYCLE = ["pause", "start", "update", "finish", "resume"]
 
@@ -29,6 +31,11 @@ def served_logprobs(weights: dict[str, torch.Tensor], tokens: np.ndarray) -> np.
     with torch.no_grad():
         scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
     return scores.gather(-1, ids[0, 1:, None])[:, 0].double().numpy()
+
+
+@pytest.fixture(autouse=True)
+def _weights_stay_in_the_tests_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOOPWRIGHT_WEIGHT_DIRS", str(tmp_path / "weights"))
 
 
 def make_sync(tmp_path: Path, **fields) -> tuple[SharedStorageSync, FakeControlPlane]:
@@ -137,6 +144,23 @@ def test_the_probe_is_ordinary_text_where_the_tokenizer_knows_it():
     assert len(tokens) == 48 and len(set(tokens.tolist())) > 8
     spread = probe_tokens(None, 1000)
     assert len(spread) == 48 and spread.max() < 1000
+
+
+def test_folders_of_killed_trainers_are_swept_and_those_of_live_ones_stay(tmp_path):
+    sync, _ = make_sync(tmp_path)
+    sync.push(tiny_policy(), 0)
+    base = sync.directory.parent  # type: ignore[union-attr]
+    orphan, fresh = base / (PREFIX + "orphan"), base / (PREFIX + "fresh")
+    for folder in (orphan, fresh):
+        folder.mkdir()
+        (folder / "policy-3.safetensors").write_bytes(b"x")
+    hour_ago = time.time() - 3600
+    for folder in (orphan, sync.directory):
+        os.utime(folder, (hour_ago, hour_ago))  # type: ignore[arg-type]
+    sweep(base)
+    assert not orphan.exists() and fresh.exists() and sync.directory.exists()  # type: ignore[union-attr]
+    sync.close()
+    assert [path.name for path in base.iterdir()] == [PREFIX + "fresh"]
 
 
 def test_an_unreachable_server_says_so():

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -30,6 +31,7 @@ from trainers.model import Policy, compute_dtype, export_state, gathered_paramet
 from trainers.server import BACKEND, ServerClient, ServerFacts
 
 logger = logging.getLogger(__name__)
+PREFIX = "loopwright-weights-"
 PROBE_TEXT = "Question: what is 17 + 25? Answer: 17 + 25 = 42. The quick brown fox jumps over the lazy dog."
 PROBE_TOKENS = 48
 # Mean absolute difference in nats. A wrong set of weights is off by several; rounding in bfloat16 by a few hundredths.
@@ -45,6 +47,24 @@ def probe_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
+def sweep(base: Path) -> None:
+    """Remove weight folders whose process was killed: in `/dev/shm` they hold memory. Those of the last minute are left alone."""
+    for folder in base.glob(PREFIX + "*"):
+        try:
+            if time.time() - folder.stat().st_mtime < 60:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue  # gone already, or another user's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+
+
 class SharedStorageSync:
     """`WeightSync` for one server. Construct it on every rank; only rank 0 talks to the server."""
 
@@ -58,6 +78,7 @@ class SharedStorageSync:
         self.facts: ServerFacts | None = None
         self.dtype = "float32"  # what the trainer computes in, known once connected
         self.directory: Path | None = None
+        self._lock = -1  # open descriptor of the folder, while there is one
         self.pushes = 0
 
     def push(self, policy: Policy, version: int) -> dict[str, float]:
@@ -87,6 +108,7 @@ class SharedStorageSync:
         """Remove the folder the files were written to."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
             self.directory = None
 
     # Rank 0 ----------------------------------------------------------------------------------------------------------
@@ -120,7 +142,11 @@ class SharedStorageSync:
             if not allowed and not (base.is_dir() and os.access(base, os.W_OK) and shutil.disk_usage(base).free > 2 * needed):
                 base = fallback
             base.mkdir(parents=True, exist_ok=True)
-            self.directory = Path(tempfile.mkdtemp(prefix="loopwright-weights-", dir=base.resolve()))
+            sweep(base)
+            self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base.resolve()))
+            # Held until this process ends, however it ends: a folder that can be locked has no owner.
+            self._lock = os.open(self.directory, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.client.init_weight_transfer(str(self.directory))
         return self.directory
 
