@@ -48,7 +48,7 @@ def probe_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
 
 
 def sweep(base: Path) -> None:
-    """Remove weight folders whose process was killed: in `/dev/shm` they hold memory. Those of the last minute are left alone."""
+    """Remove weight folders whose process was killed: in `/dev/shm` they hold memory. Those of the last minute stay."""
     for folder in base.glob(PREFIX + "*"):
         try:
             if time.time() - folder.stat().st_mtime < 60:
