@@ -209,7 +209,10 @@ def _serve(stack: ExitStack) -> None:
 
 
 def _start_mlflow(lease: PortLease) -> Supervised:
-    log = home() / "mlflow" / "server.log"
+    folder = home() / "mlflow"
+    if not (folder / "mlflow.db").exists():  # in a process of its own: importing MLflow takes memory that the daemon keeps
+        subprocess.run([sys.executable, "-m", "infra.tracking_mlflow", str(folder / "mlflow.db")], check=True)
+    log = folder / "server.log"
     process = Supervised.start(mlflow_server.command(lease.port), env=mlflow_server.environment(), log=log, lease=lease.id)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not mlflow_server.healthy(f"http://127.0.0.1:{lease.port}"):

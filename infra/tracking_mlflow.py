@@ -10,9 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sqlite3
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,9 +85,9 @@ class MlflowBackend:
         self._artifacts: Path | None = None
         if uri.startswith("sqlite:///"):
             database = Path(uri.removeprefix("sqlite:///"))
-            database.parent.mkdir(parents=True, exist_ok=True)
+            create_database(database)
             self._artifacts = database.parent / "artifacts"
-            # The first client migrates the schema; two at once would trip over one another.
+            # The first client of a newer MLflow migrates the schema; two at once would trip over one another.
             with _file_lock(database.with_name(database.name + ".lock")):
                 self._client: MlflowClient = MlflowClient(uri, uri)
                 self._client.search_experiments(max_results=1)
@@ -239,8 +241,33 @@ def _rejections() -> Iterator[None]:
         raise Rejected(str(error)) from error
 
 
+def create_database(database: Path) -> None:
+    """MLflow's tables in a new SQLite file that appears whole; nothing if the file is there.
+
+    MLflow makes its tables one by one and refuses a file that has some of them: a process killed meanwhile would leave a store
+    that nobody can open again.
+    """
+    prepare_environment()
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with _file_lock(database.with_name(database.name + ".lock")):
+        if database.exists():
+            return
+        from mlflow import MlflowClient
+
+        with tempfile.TemporaryDirectory(dir=database.parent, prefix=".new-") as folder:
+            new = Path(folder) / database.name
+            MlflowClient(f"sqlite:///{new}", f"sqlite:///{new}").search_experiments(max_results=1)
+            with closing(sqlite3.connect(new)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it in the one file that is renamed
+            new.rename(database)
+
+
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+if __name__ == "__main__":
+    create_database(Path(sys.argv[1]))

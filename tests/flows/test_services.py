@@ -77,3 +77,19 @@ def _fails_then_finishes(api: httpx.Client, folder: Path, url: str) -> None:
     assert [attempt.status for attempt in Registry().list_attempts(done.id)] == ["FAILED", "FINISHED"]
     artifacts = api.post("/artifacts/filter", json={"artifacts": {"flow_run_id": {"any_": [flow_run]}}}).json()
     assert {"progress", "mlflow-run", "checkpoint", "result"} <= {artifact["key"] for artifact in artifacts}
+
+
+def test_the_mlflow_store_appears_whole(tmp_path: Path) -> None:
+    """A half-made one could never be opened again, so it is made aside: killed on the way, there is none yet."""
+    database = tmp_path / "mlflow.db"
+    make = [sys.executable, "-m", "infra.tracking_mlflow", str(database)]
+    child = subprocess.Popen(make, stderr=subprocess.DEVNULL)
+    wait_for(lambda: any(file.stat().st_size for file in tmp_path.glob(".new-*/mlflow.db")), "tables are being made")
+    child.kill()
+    child.wait()
+    assert not database.exists()
+    subprocess.run(make, check=True, capture_output=True)
+
+    from mlflow import MlflowClient
+
+    assert [found.name for found in MlflowClient(f"sqlite:///{database}").search_experiments()] == ["Default"]
