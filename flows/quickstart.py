@@ -207,33 +207,39 @@ def _watched(title: str, name: str) -> Iterator[None]:
 
 
 def _watch(title: str, name: str, over: Event) -> None:
-    """A line when the stage moves on, at every evaluation, and every ten seconds."""
+    """A line when the stage moves on, at every evaluation, and every ten seconds while there is something new to say."""
     registry = Registry()
-    shown, said_at = "", 0.0
+    event, said, said_at = None, "", 0.0
     while not over.wait(WATCH_S):
         run = registry.find_run(name)
         if run is None:
             continue
-        progress = run.progress
-        key = f"{len(registry.list_servers(run.id))} {progress.get('eval/accuracy')} {bool(progress.get('step'))}"
-        if key == shown and time.monotonic() - said_at < LINE_S:
-            continue
-        shown, said_at = key, time.monotonic()
-        _say(f"{title}: {describe(progress, serving=bool(registry.list_servers(run.id)))}")
+        doing, figures = describe(run.progress, run.stages, serving=bool(registry.list_servers(run.id)))
+        text, now = ", ".join([doing, *figures]), time.monotonic()
+        # While it steps, what it does reads differently every time; only a new accuracy is an event.
+        latest = ("stepping" if figures else doing, run.progress.get("eval/accuracy"))
+        if text != said and (latest != event or now - said_at >= LINE_S):
+            _say(f"{title}: {text}")
+            event, said, said_at = latest, text, now
 
 
-def describe(progress: dict[str, Any], serving: bool) -> str:
-    """A run's progress in one line."""
+def describe(progress: dict[str, Any], stages: dict[str, Any], serving: bool) -> tuple[str, list[str]]:
+    """What a run is doing, and the figures to show with it."""
+    if "train" in stages:
+        return "registering the model" if "evaluate" in stages else "evaluating the trained model", []
     step = progress.get("step") or 0
     if not step:
-        return "vLLM is starting, which takes about a minute; then the trainer" if serving else "starting"
-    parts = [f"step {step} of at most {progress.get('max_steps')}"]
-    for field, text in (("loss", "loss"), ("reward", "reward"), ("eval/accuracy", "held-out accuracy")):
-        if progress.get(field) is not None:
-            parts.append(f"{text} {progress[field]:.3f}")
-    if progress.get("eta_s") is not None:
-        parts.append(f"at most {duration(progress['eta_s'])} left")
-    return ", ".join(parts)
+        if "evaluate_before" in stages:
+            return "starting the trainer", []
+        return "starting vLLM, which takes about a minute" if serving else "starting", []
+    figures = [
+        f"{text} {progress[field]:.3f}"
+        for field, text in (("loss", "loss"), ("reward", "reward"), ("eval/accuracy", "held-out accuracy"))
+        if progress.get(field) is not None
+    ]
+    if progress.get("eta_s"):
+        figures.append(f"at most {duration(progress['eta_s'])} left")
+    return f"step {step} of at most {progress.get('max_steps')}", figures
 
 
 def _say(text: str) -> None:

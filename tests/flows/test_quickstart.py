@@ -122,10 +122,14 @@ def test_server_and_trainer_share_the_gpus_there_are(tmp_path: Path, gpus: int, 
 
 
 def test_progress_in_words() -> None:
-    assert describe({}, serving=False) == "starting"
-    assert "vLLM" in describe({"step": 0}, serving=True)
+    assert describe({}, {}, serving=False) == ("starting", [])
+    assert "vLLM" in describe({"step": 0}, {}, serving=True)[0]
+    assert describe({"step": 0}, {"evaluate_before": {}}, serving=True) == ("starting the trainer", [])
     progress = {"step": 25, "max_steps": 600, "loss": 0.5, "eval/accuracy": 0.25, "eta_s": 60.0}
-    assert describe(progress, False) == "step 25 of at most 600, loss 0.500, held-out accuracy 0.250, at most 60 s left"
+    figures = ["loss 0.500", "held-out accuracy 0.250", "at most 60 s left"]
+    assert describe(progress, {"evaluate_before": {}}, False) == ("step 25 of at most 600", figures)
+    assert describe(progress, {"train": {}}, False) == ("evaluating the trained model", [])
+    assert describe(progress, {"train": {}, "evaluate": {}}, False) == ("registering the model", [])
 
 
 @pytest.mark.slow
