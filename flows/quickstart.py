@@ -74,7 +74,7 @@ def grpo_config(name: str, task: Path, seed: int, model: str, gpus: int) -> GRPO
             "reward_funcs": [REWARD],
             "num_generations": 8,
             "max_completion_length": LONGEST_ANSWER,
-            "max_steps": 50,
+            "max_steps": 40,
             "max_staleness": 2,
             "learning_rate": 3e-4,
             "weight_check_steps": 10,
