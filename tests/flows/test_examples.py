@@ -18,7 +18,7 @@ def test_gsm8k_smollm2_loads():
     ).config
     assert config.model in PACKAGED
     assert (config.dataset.path, config.dataset.prompt_column, config.max_steps) == ("train.jsonl", "question", 9)
-    assert "\n" not in config.dataset.system_prompt
+    assert config.dataset.system_prompt.endswith("#### 10")
     # A prompt of the longest question and a whole completion fit both the server and a row.
     assert config.token_budget == config.servers.student.max_model_len
 
