@@ -113,6 +113,9 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
+    def started(self, info: SourceInfo, resume_step: int) -> None:
+        """Every run starts anew."""
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
 
