@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from trainers.algorithms import build_algorithm
-from trainers.config import DatasetConfig, GRPOConfig
+from trainers.config import GRPOConfig
 from trainers.distributed import Ranks, init_distributed, shutdown_distributed
 from trainers.loop import TrainLoop
 from trainers.model import build_policy
@@ -138,14 +138,15 @@ def measure(shape_name: str, steps: int, warmup: int, microbatches: int, ranks: 
     from trainers.model import compute_dtype
 
     shape, row_tokens, sample_tokens = SHAPES[shape_name]
-    config = GRPOConfig(
-        model=shape_name,
-        dataset=DatasetConfig(path="memory"),
-        output_dir=output_dir,
-        max_steps=warmup + steps,
-        gradient_accumulation_steps=microbatches,
-        learning_rate=1e-5,
-    )
+    fields = {
+        "model": shape_name,
+        "dataset": {"path": "memory"},
+        "output_dir": output_dir,
+        "max_steps": warmup + steps,
+        "gradient_accumulation_steps": microbatches,
+        "learning_rate": 1e-5,
+    }
+    config = GRPOConfig.model_validate(fields)
     backend = attention.install(ranks.device, compute_dtype(config, ranks.device) or torch.float32)
     model = build_model(shape, attention.NAME)
     policy = build_policy(model, config, ranks)
