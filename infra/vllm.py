@@ -111,6 +111,8 @@ def environment(spec: ServerSpec, key: str, gpus: Sequence[int] = ()) -> dict[st
     if spec.resolved_device == "cpu":
         # Without "nobind" every worker would bind to core 0.
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+        # The trainer runs on the same cores: threads that spin while they wait would take them from it.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     else:
         env |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     if spec.weight_dirs:

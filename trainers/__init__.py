@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+
+# Trainer and CPU server share the cores. OpenMP threads that spin while they wait keep the other side's from running: with two
+# threads each on two cores, work took 35 times as long. Read when torch is loaded, so it is set before that.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _EXPORTS = {
     "AsyncGRPOTrainer": "trainers.grpo_trainer",

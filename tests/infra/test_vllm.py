@@ -67,6 +67,7 @@ def test_cpu_and_gpu_by_the_same_code(model, monkeypatch):
     assert env["CUDA_VISIBLE_DEVICES"] == "3,1" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env and "LOCAL_RANK" not in env
     assert environment(cpu, "key")["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(cpu, "key")["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_the_key_is_in_the_environment_only(model):

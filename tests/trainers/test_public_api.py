@@ -264,3 +264,12 @@ def test_in_process_with_a_loaded_model_callbacks_and_an_optimizer(vllm_server, 
 
 def mean_length(completion_ids, **kwargs):
     return [len(ids) / 16 for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_waiting_threads_leave_the_cores_to_the_server(given, policy):
+    code = "import trainers, os, sys; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", **given}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.split() == [
+        policy
+    ]
