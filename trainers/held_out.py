@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,9 +47,11 @@ class HeldOut:
 
     def _copy(self, model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> PreTrainedModel:
         device = self.ranks.device
+        # `from_config` writes the attention implementation into the config it is given: the trained model must keep its own.
+        config = copy.deepcopy(model.config)
         # Initialising a model draws random numbers: training must go on as if there had been no evaluation.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=model.dtype)
+            plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=model.dtype)
         plain.load_state_dict(whole, strict=False)  # tied weights come once
         plain.generation_config = model.generation_config
         return plain.to(device).eval()
