@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from infra.registry import Registry, RunRow
 
 log = logging.getLogger(__name__)
 _UNFINISHED = ["RUNNING", "CANCELLING"]
+SETTLING_S = 60.0  # a flow's last state reaches Prefect well within this after its run has ended
 
 
 def reap_all(registry: Registry | None = None) -> str:
@@ -57,16 +59,22 @@ def _seconds(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
+def _nobody_will_end(run: RunRow) -> bool:
+    """Whether the run is over and its flow can no longer tell Prefect so."""
+    if run.status in ("RUNNING", "PENDING"):
+        return False
+    if run.owner is not None:
+        return not owner_alive(run.owner)
+    # Given up by a flow that may be about to report its last state.
+    return time.time() - run.updated_at > SETTLING_S
+
+
 def _crash_flow_runs(registry: Registry) -> Sequence[str]:
     """Set Prefect flow runs of runs that have ended, or whose process is gone, to Crashed; their ids."""
     url = prefect_url()
     if url is None:
         return []
-    done = {
-        run.prefect_flow_run_id: run
-        for run in registry.list_runs()
-        if run.prefect_flow_run_id and run.status not in ("RUNNING", "PENDING") and not (run.owner and owner_alive(run.owner))
-    }
+    done = {run.prefect_flow_run_id: run for run in registry.list_runs() if run.prefect_flow_run_id and _nobody_will_end(run)}
     crashed = []
     try:
         with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:

@@ -208,9 +208,9 @@ def kill_marked(lease: str, timeout_s: float = 10.0) -> list[int]:
     deadline = time.monotonic() + timeout_s
     while True:
         pids = marked(lease)
+        # All before any is killed: a supervisor takes its child along.
+        killed |= {pid: start for pid in pids if (start := process_start_time(pid)) is not None}
         for pid in pids:
-            if (start := process_start_time(pid)) is not None:
-                killed[pid] = start
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         dying = [pid for pid, start in killed.items() if alive(pid, start)]

@@ -93,5 +93,6 @@ def _fail_run(registry: Registry, run_id: str, dead: Owner, report: ReapReport) 
     for attempt in registry.list_attempts(run_id):
         if attempt.ended_at is None:
             registry.end_attempt(run_id, attempt.number, "FAILED", "infrastructure", cause)
-    registry.update_run(run_id, status="FAILED", failure_class="infrastructure", cause=cause, owner=None)
+    # The dead owner stays in the row: it tells a run that was lost from one that its flow has given up itself.
+    registry.update_run(run_id, status="FAILED", failure_class="infrastructure", cause=cause, owner=dead)
     report.runs.append(run.name)

@@ -98,7 +98,7 @@ def test_a_run_whose_owner_is_gone_has_failed(registry, dead):
     assert reap(registry).runs == ["theirs"]
 
     row = registry.get_run("theirs")
-    assert (row.status, row.failure_class, row.owner) == ("FAILED", "infrastructure", None)
+    assert (row.status, row.failure_class, row.owner) == ("FAILED", "infrastructure", dead)
     assert row.cause == f"the flow's process {dead.pid} on {dead.host} is gone: killed, or the machine was restarted"
     attempt = registry.list_attempts(run.id)[0]
     assert (attempt.status, attempt.cause) == ("FAILED", row.cause)
