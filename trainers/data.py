@@ -87,7 +87,8 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
             raise DatasetError(f"{path} holds a {type(rows).__name__}: it must be a list of objects")
     else:
         rows = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Not splitlines: a JSON string may hold U+2028 or U+0085, where that would cut it.
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 try:
                     rows.append(json.loads(line))

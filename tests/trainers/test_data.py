@@ -35,6 +35,13 @@ def test_jsonl_json_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     assert len(load_rows(DatasetConfig(path=str(tmp_path / "a.jsonl"), max_rows=2))) == 2
 
 
+def test_a_json_line_may_hold_every_line_separator_that_json_allows(tmp_path: Path) -> None:
+    rows = [{"prompt": "a\u2028b\u0085c\u2029", "answer": "1"}, {"prompt": "d", "answer": "2"}]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows).encode())
+    assert [dict(row) for row in load_rows(DatasetConfig(path=str(path)))._rows] == rows
+
+
 def test_the_fingerprint_is_that_of_the_content() -> None:
     rows = Rows(ROWS, "a")
     assert Rows([dict(row) for row in ROWS], "b").fingerprint() == rows.fingerprint()
