@@ -11,6 +11,7 @@ the cause first writes it; nothing that was started here is left running when `t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,8 @@ from infra.leases import LeaseManager
 from infra.process import Supervised
 from infra.registry import Registry, RunRow
 from trainers.errors import FailureClass, LoopwrightError
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 PROGRESS_S = 2.0
@@ -238,9 +241,17 @@ def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
             return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")
         if time.monotonic() - shown >= PROGRESS_S:
             shown = time.monotonic()
-            job.on_progress(job.registry.get_run(job.run.id).progress)
-    job.on_progress(job.registry.get_run(job.run.id).progress)
+            _show(job)
+    _show(job)
     return _exit_outcome(job, attempt, trainer)
+
+
+def _show(job: TrainerJob) -> None:
+    """A registry that is out of reach costs a look at the progress, not the training."""
+    try:
+        job.on_progress(job.registry.get_run(job.run.id).progress)
+    except Exception as error:  # whatever a database's driver raises
+        logger.warning("progress of %s is not shown: %s: %s", job.run.name, type(error).__name__, error)
 
 
 def _exit_outcome(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from flows.config import GRPORunConfig, RetryConfig
 from flows.runs import open_run
@@ -104,6 +105,19 @@ def test_the_trainer_gets_config_and_run_in_a_file_and_the_key_by_environment_on
     written = (made.folder / "logs" / "trainer-1.json").read_text()
     assert "secret-key" not in written and '"a": "b"' in written
     assert made.registry.list_leases("process") == []
+
+
+def test_progress_that_cannot_be_looked_up_does_not_end_the_training(job: Make) -> None:
+    made = job("pass")
+    looks: list[dict[str, Any]] = []
+
+    def away(progress: dict[str, Any]) -> None:
+        looks.append(progress)
+        raise OperationalError("SELECT", None, Exception("unable to open database file"))
+
+    made.on_progress = away
+    train_to_the_end(made)
+    assert looks and attempts(made) == [("FINISHED", None, None)]
 
 
 def test_a_killed_trainer_is_resumed_by_policy_and_the_last_cause_is_the_runs(job: Make) -> None:
