@@ -6,12 +6,13 @@ same flow run) each ends in `open_run`, and of two processes that try at once on
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from datetime import datetime
 from typing import Any
 
-from flows.config import RUN_CONFIGS, RunConfig, changed_fields
+from flows.config import RUN_CONFIGS, RunConfig, changed_fields, trainer_fields
 from infra.reaper import owner_alive
 from infra.registry import Owner, Registry, RunExists, RunRow
 from trainers.errors import ConfigError
@@ -45,10 +46,11 @@ def check_startable(registry: Registry, config: RunConfig) -> RunRow | None:
     """The run that `config.name` would resume, None for a new one.
 
     Raises:
-        RunRefused: it is running or finished, or its config differs.
+        RunRefused: it is running or finished, or its config differs; or its folder has checkpoints of another config.
     """
     run = registry.find_run(config.name) if config.name else None
     if run is None:
+        _check_folder(config)
         return None
     if run.status == "RUNNING" and run.owner is not None and owner_alive(run.owner):
         raise RunRefused(f"run {run.name!r} is running (process {run.owner.pid} on {run.owner.host}): choose another name")
@@ -61,6 +63,29 @@ def check_startable(registry: Registry, config: RunConfig) -> RunRow | None:
     if run.status == "FINISHED":
         raise RunRefused(f"run {run.name!r} is finished: choose another name")
     return run
+
+
+def _check_folder(config: RunConfig) -> None:
+    """The trainer goes on from whatever checkpoint lies in the run's folder, so one that no run here wrote (its registry was
+    another one, or is lost) must be of the same config."""
+    if config.name is None:
+        return
+    folder = config.storage.folder() / config.name
+    newest = max(folder.glob("checkpoint-*/loopwright_config.json"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return
+    try:
+        trained = json.loads(newest.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # not whole: the trainer does not take it either
+    # The server's address is of the attempt, not of the run.
+    wanted = {**trainer_fields(config, folder), "vllm_server_base_url": trained.get("vllm_server_base_url")}
+    differing = changed_fields(trained, wanted)
+    if differing:
+        raise RunRefused(
+            f"{folder} holds checkpoints of another run, whose config differs in {', '.join(differing)}: choose another name "
+            "or storage.uri, or move them away"
+        )
 
 
 def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str | None = None) -> tuple[RunRow, bool]:

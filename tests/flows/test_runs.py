@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flows.config import GRPORunConfig
+from flows.config import GRPORunConfig, trainer_fields
 from flows.runs import RunRefused, check_startable, config_of, named, open_run, plain_name
 from infra.registry import Owner, Registry
 
@@ -67,6 +68,19 @@ def test_a_finished_run_is_refused(registry: Registry, config: Make) -> None:
     registry.update_run(run.id, status="FINISHED", owner=None)
     with pytest.raises(RunRefused, match="is finished: choose another name"):
         check_startable(registry, config())
+
+
+def test_checkpoints_of_another_config_that_no_run_here_wrote_are_refused(registry: Registry, config: Make, home: Path) -> None:
+    mine = config()
+    folder = home / "runs" / "test"
+    checkpoint = folder / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    written = {**trainer_fields(mine, folder), "vllm_server_base_url": "http://127.0.0.1:1"}
+    (checkpoint / "loopwright_config.json").write_text(json.dumps(written))
+    assert check_startable(registry, mine) is None  # its registry was lost: the run goes on
+    with pytest.raises(RunRefused, match=r"checkpoints of another run, whose config differs in learning_rate: choose"):
+        open_run(registry, config(learning_rate=0.5), "train-grpo")
+    assert registry.list_runs() == []
 
 
 def test_a_nameless_config_takes_its_flow_runs_name_and_finds_its_run_again_on_a_retry(
