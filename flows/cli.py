@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infra.registry import RunRow
 
 KINDS = click.Choice(["grpo", "sft"])
+STATUS = click.Choice(["pending", "running", "finished", "failed", "killed"], case_sensitive=False)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,7 +63,7 @@ def runs() -> None:
 
 
 @runs.command("list")
-@click.option("--status", help="Only runs of this status.")
+@click.option("--status", type=STATUS, help="Only runs of this status.")
 def list_runs(status: str | None) -> None:
     """All runs, newest first."""
     from infra.registry import Registry
@@ -182,10 +183,16 @@ def main() -> None:
     try:
         cli()
     except Exception as error:
+        from sqlite3 import DatabaseError
+
         from infra.errors import InfraError
         from infra.registry import RunExists, RunNotFound
         from trainers.errors import ConfigError, LoopwrightError
 
+        if isinstance(error, DatabaseError):  # met when the registry is opened, before SQLAlchemy has it in hand
+            from infra.registry import default_url
+
+            error = InfraError(f"{default_url()} cannot be used: {error}")
         if not isinstance(error, LoopwrightError | InfraError | RunNotFound | RunExists):
             raise
         for line in str(error).splitlines():

@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from infra.errors import InfraError
+
 
 def home() -> Path:
     """The home as an absolute path, created (mode 0700: it holds run configs and logs) if it is not there yet."""
     path = Path(os.environ.get("LOOPWRIGHT_HOME") or "~/.loopwright").expanduser().absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InfraError(f"LOOPWRIGHT_HOME={path} cannot be made: {error.strerror}") from error
     return path

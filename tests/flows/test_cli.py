@@ -85,6 +85,21 @@ def test_unknown_runs_are_an_error_not_a_traceback(home: Path) -> None:
     assert done.stderr.startswith("error: no run is named 'nobody'")
 
 
+def test_a_home_or_registry_that_cannot_be_used_is_an_error_not_a_traceback(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "registry.db").write_text("this is no database, and long enough to be looked at" * 20)
+    done = loopwright("runs", "list", code=1)
+    assert done.stderr == f"error: sqlite:///{home}/registry.db cannot be used: file is not a database\n"
+    monkeypatch.setenv("LOOPWRIGHT_HOME", str(home / "registry.db"))
+    done = loopwright("status", code=1)
+    assert done.stderr == f"error: LOOPWRIGHT_HOME={home}/registry.db cannot be made: File exists\n"
+
+
+def test_a_status_that_does_not_exist_is_refused(home: Path) -> None:
+    assert "'done' is not one of 'pending', 'running'" in loopwright("runs", "list", "--status", "done", code=2).stderr
+
+
 def test_reap_and_status_say_when_there_is_nothing(home: Path) -> None:
     assert loopwright("reap").stdout == "nothing to reap\n"
     assert "not running" in loopwright("status").stdout
