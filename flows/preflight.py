@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,12 @@ def check_storage(folder: Path) -> Iterator[str]:
 
 
 def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
-    """A server given by URL is up and can do what the run needs."""
+    """A server given by URL is up and can do what the run needs; the interpreter for one that is started is there."""
     server = config.servers.student
     if server.url is None:
+        python = resolve(server.python)
+        if python is not None and shutil.which(python) is None:
+            yield f"{name}.python: there is no program {python}"
         return
     from flows.student import needs
     from infra.errors import InfraError

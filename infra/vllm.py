@@ -209,16 +209,19 @@ def start_server(
 ) -> VLLMServer:
     """Start a server on a leased port and, on a GPU machine, leased devices; returns at once (see `VLLMServer.wait_ready`).
 
-    ModelNotFound before anything is started; ValueError when the devices do not fit the spec.
+    ModelNotFound before anything is started, ServerStartFailed when the interpreter cannot be; ValueError when the devices do
+    not fit the spec.
     """
     check_model(spec.model)
     if spec.resolved_device == "cuda" and len(gpus) < spec.tensor_parallel_size:
         raise ValueError(f"tensor_parallel_size={spec.tensor_parallel_size} needs as many GPUs, {len(gpus)} are leased")
     key = key or secrets.token_urlsafe(32)
     log_path = log_path or home() / "servers" / spec.name / "log"
-    process = Supervised.start(
-        command_line(spec, port.port, port.host), environment(spec, key, gpus), log_path, port.id, owner=owner
-    )
+    command = command_line(spec, port.port, port.host)
+    try:
+        process = Supervised.start(command, environment(spec, key, gpus), log_path, port.id, owner=owner)
+    except OSError as error:
+        raise ServerStartFailed(f"server {spec.name} could not be started: {error}", "user") from error
     return VLLMServer(spec, f"http://{port.host}:{port.port}", key, process, log_path)
 
 

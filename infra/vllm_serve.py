@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         "serve", help="serve a model in the foreground", description=__doc__
     )
     serve.add_argument("model", help="folder of a model, or a hub id")
-    serve.add_argument("--port", type=int, help="port to listen on (default: a free one)")
+    serve.add_argument("--port", type=_port, help="port to listen on (default: a free one)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--name", default="serve", help="names the log folder (default: serve)")
     serve.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
@@ -31,6 +31,12 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--weight-dir", action="append", default=[], help="folder weight updates may come from; repeatable")
     serve.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM, after --")
     return top
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 1 to 65535")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def test_a_hub_model_out_of_reach_is_said_so(home: Path, config: Make, monkeypat
 def test_a_server_that_does_not_answer(home: Path, config: Make, unused_port: int) -> None:
     (line,) = lines(config(servers={"student": {"url": f"http://127.0.0.1:{unused_port}"}}))
     assert line.startswith(f"servers.student.url: no vLLM server answers at http://127.0.0.1:{unused_port}")
+
+
+def test_a_server_s_interpreter_that_does_not_exist(home: Path, config: Make) -> None:
+    assert lines(config(servers={"student": {"python": "/no/python"}})) == [
+        "servers.student.python: there is no program /no/python"
+    ]
+    preflight(config(servers={"student": {"python": sys.executable}}))
 
 
 def test_an_sft_run_needs_completions_and_a_scorer(home: Path, config: Make, tmp_path: Path) -> None:

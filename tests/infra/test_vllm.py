@@ -99,6 +99,19 @@ def test_a_folder_without_a_model(port, tmp_path):
         start_server(ServerSpec(str(tmp_path), device="cpu"), port)
 
 
+def test_an_interpreter_that_does_not_exist_is_the_user_s_error(port, model, tmp_path):
+    spec = ServerSpec(model, device="cpu", python=str(tmp_path / "no-python"))
+    with pytest.raises(ServerStartFailed, match=r"could not be started: .*no-python") as caught:
+        start_server(spec, port, log_path=tmp_path / "log")
+    assert caught.value.failure_class == "user" and marked(port.id) == []
+
+
+def test_serve_refuses_what_is_no_port(model, capsys):
+    with pytest.raises(SystemExit):
+        serve(["serve", model, "--port", "99999"])
+    assert "'99999' is no port: 1 to 65535" in capsys.readouterr().err
+
+
 def test_too_few_gpus(port, model):
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many GPUs, 1 are leased"):
         start_server(ServerSpec(model, device="cuda", tensor_parallel_size=2), port, gpus=[0])
