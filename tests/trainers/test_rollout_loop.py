@@ -105,7 +105,9 @@ async def test_a_reward_that_is_no_number_fails_its_rollout_and_the_group_goes_o
     assert step.metrics["reward"] == (1.0, 2.0)
 
 
-async def test_a_reward_that_raises_fails_only_the_rollouts_at_fault() -> None:
+async def test_a_reward_that_raises_fails_only_the_rollouts_at_fault_and_its_traceback_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls = 0
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -118,6 +120,8 @@ async def test_a_reward_that_raises_fails_only_the_rollouts_at_fault() -> None:
     async with running(StubServer(), [reward], prompts=1) as engine:
         step = await only_step(engine)
     assert step.totals.sequences == 2 and step.metrics["rollout/failed_total/reward"][0] == 1
+    (record,) = [record for record in caplog.records if record.name == "trainers.rollouts.scoring"]
+    assert record.exc_info is not None and 'raise ValueError("cannot judge")' in caplog.text
 
 
 async def test_one_refused_request_costs_one_rollout() -> None:

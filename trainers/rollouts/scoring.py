@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ import numpy as np
 from trainers.metrics import MetricBag, sanitize
 from trainers.rewards import RewardFunc, reward_name
 from trainers.types import Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 class _LoopThread:
@@ -54,6 +57,7 @@ class _Function:
 
     def __init__(self, function: RewardFunc, name: str, weight: float) -> None:
         self.function, self.name, self.weight = function, name, weight
+        self.told = False  # an error's traceback was logged
         call = function if inspect.isroutine(function) or not callable(function) else function.__call__
         target = getattr(function, "func", call)  # functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
@@ -133,6 +137,11 @@ class Scorer:
         except Exception as error:
             if len(rollouts) == 1:
                 rollouts[0].failed = f"reward: {function.name}: {type(error).__name__}: {error}"
+                if not function.told:  # once: the run's cause has the message, where it was raised only stands here
+                    function.told = True
+                    logger.warning(
+                        "reward function %s raised; further errors of it are counted only", function.name, exc_info=error
+                    )
                 return
             for rollout in rollouts:
                 await self._apply(function, [rollout])
