@@ -92,7 +92,11 @@ def fault(directory: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
-        if _sha256(path) != entry["sha256"]:
+        try:
+            digest = _sha256(path)
+        except OSError as error:  # a bad sector, no permission: an older checkpoint may still be readable
+            return f"{name} cannot be read ({error.strerror})"
+        if digest != entry["sha256"]:
             return f"{name} differs from its SHA-256"
     return None
 

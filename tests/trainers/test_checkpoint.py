@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -98,6 +99,17 @@ def damage_content(folder: Path) -> None:
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
+
+
+def test_a_file_that_cannot_be_read_is_a_fault_not_an_error(tmp_path, monkeypatch):
+    run(tmp_path, 3)
+
+    def bad_sector(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("trainers.checkpoint._sha256", bad_sector)
+    assert fault(tmp_path / "checkpoint-3").endswith(" cannot be read (Input/output error)")
+    assert latest_whole(tmp_path) is None
 
 
 @pytest.mark.parametrize(
