@@ -44,13 +44,13 @@ class QuickstartFailed(LoopwrightError):
 
 
 def sft_config(name: str, task: Path, seed: int) -> SFTRunConfig:
-    """Imitate the demonstrations until accuracy has not risen for 75 steps."""
+    """Imitate the demonstrations until accuracy has not risen for 100 steps."""
     return SFTRunConfig.model_validate(
         {
             **_common(name, task, seed),
             "model": str(task / "model"),
             "dataset": {"path": str(task / "sft.jsonl")},
-            "eval": {**_held_out(task), "every": 25, "patience": 3, "reward_func": REWARD},
+            "eval": {**_held_out(task), "every": 50, "patience": 2, "reward_func": REWARD},
             "max_length": 32,
             "max_steps": 500,
             "learning_rate": 1e-3,
