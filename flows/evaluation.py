@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.config import trainer_fields
 from flows.experiment import Experiment
-from flows.training import POLL_S, RunFailed, environment
+from flows.training import POLL_S, Outcome, Policy, RunFailed, environment
 from infra.process import Supervised
 from infra.tracking import Tracker
 
@@ -17,9 +17,21 @@ from infra.tracking import Tracker
 def evaluate_model(experiment: Experiment, model: str, step: int, served: bool) -> dict[str, Any]:
     """Scores of `model` (see `trainers.evaluate`): completions from the server if it is `served` there, else generated here.
 
+    An evaluation that fails is repeated by the retry policy, without its server if that is what died.
+
     Raises:
-        RunFailed: the evaluation or its server ended.
+        RunFailed: the retry policy is used up.
     """
+    policy = Policy(experiment.config.retry)
+    while True:
+        try:
+            return _evaluate(experiment, model, step, served)
+        except RunFailed as error:
+            policy.wait(Outcome(error.failure, str(error), error.traceback), "evaluation")
+            served = served and experiment.servers.death() is None
+
+
+def _evaluate(experiment: Experiment, model: str, step: int, served: bool) -> dict[str, Any]:
     job = experiment.job()
     folder = experiment.folder / "logs"
     folder.mkdir(parents=True, exist_ok=True)

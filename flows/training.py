@@ -46,7 +46,7 @@ class RunFailed(LoopwrightError):
 
     def __init__(self, failure: FailureClass, cause: str, traceback: str | None = None) -> None:
         super().__init__(cause)
-        self.failure = failure
+        self.failure: FailureClass = failure
         self.traceback = traceback
 
 

@@ -150,7 +150,15 @@ class RunSink:
 
     def checkpoint(self, step: int, path: str) -> None:
         self.tracker.commit(step, path)
-        self.writer.submit(lambda: self.writer.registry.record_checkpoint(self.writer.run_id, step, str(Path(path).absolute())))
+        self.writer.submit(lambda: self._note_checkpoint(step, Path(path).absolute()))
+
+    def _note_checkpoint(self, step: int, path: Path) -> None:
+        """The new one; and those that retention has deleted are forgotten."""
+        registry, run_id = self.writer.registry, self.writer.run_id
+        registry.record_checkpoint(run_id, step, str(path))
+        for row in registry.list_checkpoints(run_id):
+            if not Path(row.path).exists():
+                registry.forget_checkpoint(run_id, row.step)
 
 
 class Reporting:
