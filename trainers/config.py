@@ -97,6 +97,10 @@ class DatasetConfig(StrictModel):
         "completion", description="SFT only: column with the target completion (messages or a string). Default completion."
     )
     system_prompt: str | None = Field(None, description="System message put before every prompt. Default none.")
+    streaming: bool = Field(
+        False,
+        description="Read the data as a stream (`IterableDataset`): in its own order, never whole in memory. Default false.",
+    )
     max_rows: int | None = Field(None, ge=1, description="Use only the first this many rows. Default all.")
 
 
@@ -190,6 +194,9 @@ class TrainerConfig(StrictModel):
     )
     save_rollout_buffer: bool = Field(True, description="Keep generated, untrained samples in the checkpoint. Default true.")
     queue_maxsize: int = Field(1024, ge=1, description="Most samples waiting for the trainer. Default 1024.")
+    queue_max_bytes: int = Field(
+        2**31, ge=1, description="Most bytes of samples waiting for the trainer; at it, no new prompt starts. Default 2 GiB."
+    )
 
 
 class SFTConfig(TrainerConfig):
@@ -209,7 +216,24 @@ class AsyncTrainerConfig(TrainerConfig):
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1."
     )
-    vllm_server_base_url: str = Field("http://localhost:8000", description="Student server. Flows fill it in.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample among the most likely tokens of this total probability; needs top_k. Default 1.",
+    )
+    top_k: int = Field(0, ge=0, description="Sample among this many most likely tokens. 0 (default): all.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Sample among tokens at least this fraction as likely as the likeliest; needs top_k."
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        description="Above 1, tokens that occurred become less likely; the ratio is then biased. Default 1.",
+    )
+    vllm_server_base_url: str | list[str] = Field(
+        "http://localhost:8000", description="Student server, or a list of several. Flows fill it in."
+    )
     vllm_server_timeout: float = Field(
         1800.0, gt=0, description="Seconds to wait for the server, a request or a sync. Default 1800."
     )
@@ -227,6 +251,18 @@ class AsyncTrainerConfig(TrainerConfig):
     max_rollout_failure_frac: float = Field(
         0.1, ge=0, le=1, description="Fail the run above this share of failed rollouts. Default 0.1."
     )
+    loop_cls: CallableSpec | None = Field(
+        None, description="Subclass of `AsyncRolloutLoop` by import path, to change how rollouts are made. Default none."
+    )
+    log_completions: bool = Field(False, description="Print a table of the step's completions at every log. Default false.")
+    num_completions_to_print: int | None = Field(
+        None, ge=1, description="Rows of that table. None: all the rollouts of the step that were kept."
+    )
+    keep_rollout_every: int = Field(
+        100,
+        ge=0,
+        description="Keep every n-th rollout as a row of the MLflow table `rollouts` and as a trace. 0: none. Default 100.",
+    )
 
 
 class GRPOConfig(AsyncTrainerConfig):
@@ -238,6 +274,33 @@ class GRPOConfig(AsyncTrainerConfig):
     )
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function. None: all 1.")
     num_generations: int = Field(8, ge=2, description="Rollouts per prompt (the group). Default 8.")
+    tools: list[CallableSpec] = Field(
+        default_factory=list,
+        description="Functions the model may call by their `__name__`; import paths. Default none.",
+    )
+    environment_factory: CallableSpec | None = Field(
+        None, description="Makes the environment of one rollout: its public methods are tools. Default none."
+    )
+    max_tool_calling_iterations: int | None = Field(
+        None, ge=1, description="Most times a rollout may call tools and go on. None: as often as its tokens allow."
+    )
+    fork_threshold_tokens: int = Field(
+        1024,
+        ge=1,
+        description="A turn whose history re-tokenizes differently by fewer tokens is mended, else a new sequence begins.",
+    )
+    score_centering: bool = Field(
+        True, description="Subtract the sampler's mean score at every position (needs its top logprobs). Default true."
+    )
+    num_sampler_logprobs: int = Field(
+        8, ge=1, description="The sampler's most likely tokens that score centering sums over. Default 8."
+    )
+    vllm_importance_sampling_clip_min: float = Field(
+        0.5, ge=0, description="Score centering masks tokens whose ratio to the sampler is below. Default 0.5."
+    )
+    vllm_importance_sampling_clip_max: float = Field(
+        5.0, gt=0, description="Score centering masks tokens whose ratio to the sampler is above. Default 5."
+    )
     epsilon: float = Field(0.2, gt=0, description="Lower clip of the ratio: 1 − ε. Default 0.2.")
     epsilon_high: float | None = Field(None, gt=0, description="Upper clip: 1 + ε_high. None: epsilon.")
 

@@ -28,7 +28,8 @@ from trainers.errors import ConfigError, LoopwrightError, ServerError
 from trainers.metrics import MetricBag
 from trainers.references import resolve
 from trainers.rewards import RewardFunc, load_callable
-from trainers.rollouts.client import GenerateClient, RequestFailed
+from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.protocol import RequestFailed
 from trainers.rollouts.scoring import Scorer
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 

@@ -58,13 +58,33 @@ class TurnRecord:
     output_logprobs: np.ndarray  # float32 [O]
     spans: list[VersionSpan]
     finish_reason: str  # "stop" (ended in EOS) or "length"
+    top_ids: np.ndarray | None = None  # int32 [O, K], the sampler's K most likely ids, likeliest first; only if asked for
+    top_logprobs: np.ndarray | None = None  # float32 [O, K]
+    candidate_ids: np.ndarray | None = None  # int32 [C], the ids each token was sampled among, one token's after another's
+    candidate_counts: np.ndarray | None = None  # int32 [O], how many of them belong to each token; 0: the whole vocabulary
+    began_s: float = 0.0  # Unix time
+    ended_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call the model made and what came of it. `error`: it failed, and `result` is the message the model was given."""
+
+    turn: int  # the turn that asked for it, from 0
+    name: str
+    arguments: dict[str, Any]
+    result: str
+    error: bool
+    began_s: float  # Unix time
+    latency_s: float
 
 
 @dataclass(slots=True)
 class Rollout:
     """One conversation generated from a prompt.
 
-    `reward` is NaN while unscored or when no reward function applied; `failed` holds the cause if the rollout was given up.
+    `completion` are all messages after the prompt's: the model's and the tools'. `reward` is NaN while unscored or when no
+    reward function applied; `failed` holds the cause if the rollout was given up.
     """
 
     prompt: Prompt
@@ -74,6 +94,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)  # per reward function, None: not applicable
     failed: str | None = None
     duration_s: float = 0.0
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,8 +119,10 @@ class RolloutGroup:
 class Sample:
     """One training sequence.
 
-    Example: prompt ids [5, 9], completion ids [7, 2] with logprobs [-0.1, -0.3] give `token_ids=[5, 9, 7, 2]`,
-    `loss_mask=[F, F, T, T]`, `sampler_logprobs=[0, 0, -0.1, -0.3]`.
+    Example: prompt ids [5, 9], completion ids [7, 2] with logprobs [-0.1, -0.3] sampled by policy 4 give
+    `token_ids=[5, 9, 7, 2]`, `loss_mask=[F, F, T, T]`, `sampler_logprobs=[0, 0, -0.1, -0.3]`, `versions=[-1, -1, 4, 4]`.
+
+    M is the number of trained tokens. The last four fields are None unless the objective asked the sampler for them.
     """
 
     group: str  # `Prompt.id`
@@ -109,8 +132,13 @@ class Sample:
     advantage: float  # 0 for recorded (SFT) rows
     version_min: int  # policy version of the oldest trained token
     version_max: int
+    versions: np.ndarray  # int32 [L], the policy version that sampled each trained token; -1 off the mask
     queued_at: float = 0.0  # monotonic seconds, set when it enters the queue
     metrics: dict[str, float] = field(default_factory=dict)
+    top_ids: np.ndarray | None = None  # int32 [M, K], as in `TurnRecord`
+    top_logprobs: np.ndarray | None = None  # float32 [M, K]
+    candidate_ids: np.ndarray | None = None  # int32 [C]
+    candidate_counts: np.ndarray | None = None  # int32 [M]
 
     @property
     def trained_tokens(self) -> int:

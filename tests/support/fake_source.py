@@ -24,7 +24,8 @@ def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest:
         mask = np.arange(length) >= prompt
         logprobs = np.where(mask, -np.log(vocab) + rng.normal(0, 0.3, length), 0).astype(np.float32)
         tokens = rng.integers(0, vocab, length).astype(np.int32)
-        samples.append(Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0))
+        versions = np.where(mask, 0, -1).astype(np.int32)
+        samples.append(Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0, versions))
     return samples
 
 

@@ -22,6 +22,7 @@ def samples(draw: st.DrawFn) -> Sample:
         advantage=draw(st.sampled_from([-1.0, 0.5])),
         version_min=0,
         version_max=0,
+        versions=np.where(mask, 0, -1).astype(np.int32),
     )
 
 

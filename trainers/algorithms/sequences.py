@@ -26,22 +26,26 @@ def _sample(group: str, chain: list[TurnRecord], advantage: float) -> Sample:
     token_ids = np.concatenate([last.prompt_ids, last.output_ids]).astype(np.int32)
     loss_mask = np.zeros(len(token_ids), bool)
     logprobs = np.zeros(len(token_ids), np.float32)
+    versions = np.full(len(token_ids), -1, np.int32)
     for turn in chain:
         start = len(turn.prompt_ids)
         stop = start + len(turn.output_ids)
         loss_mask[start:stop] = True
         logprobs[start:stop] = turn.output_logprobs
+        for span in turn.spans:
+            versions[start + span.start : start + span.stop] = span.version
     # Nothing predicts the first token of a sequence.
     loss_mask[:1] = False
-    versions = [span.version for turn in chain for span in turn.spans if span.stop > span.start] or [0]
+    trained = versions[loss_mask]
     return Sample(
         group=group,
         token_ids=token_ids,
         loss_mask=loss_mask,
         sampler_logprobs=np.where(loss_mask, logprobs, np.float32(0)),
         advantage=advantage,
-        version_min=min(versions),
-        version_max=max(versions),
+        version_min=int(trained.min(initial=2**31 - 1)) if len(trained) else 0,
+        version_max=int(trained.max(initial=0)),
+        versions=np.where(loss_mask, versions, np.int32(-1)),
     )
 
 

@@ -17,11 +17,11 @@ def buffer_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     return {
         "lengths": np.array([len(sample.token_ids) for sample in samples], np.int64),
         "keys": np.array([[int(part) for part in sample.group.split(":")] for sample in samples], np.int64).reshape(-1, 2),
-        "versions": np.array([[sample.version_min, sample.version_max] for sample in samples], np.int64).reshape(-1, 2),
         "advantages": np.array([sample.advantage for sample in samples], np.float64),
         "token_ids": np.concatenate([empty, *(sample.token_ids for sample in samples)]).astype(np.int32),
         "loss_mask": np.concatenate([empty, *(sample.loss_mask for sample in samples)]).astype(bool),
         "sampler_logprobs": np.concatenate([empty, *(sample.sampler_logprobs for sample in samples)]).astype(np.float32),
+        "versions": np.concatenate([empty, *(sample.versions for sample in samples)]).astype(np.int32),
         "metrics": np.frombuffer(json.dumps([sample.metrics for sample in samples]).encode(), np.uint8),
     }
 
@@ -35,7 +35,7 @@ def read_buffer(file: Path) -> list[Sample]:
     """The samples of a buffer file, in order."""
     with np.load(file, allow_pickle=False) as arrays:
         stops = np.cumsum(arrays["lengths"])[:-1]
-        per_token = [np.split(arrays[name], stops) for name in ("token_ids", "loss_mask", "sampler_logprobs")]
+        per_token = [np.split(arrays[name], stops) for name in ("token_ids", "loss_mask", "sampler_logprobs", "versions")]
         metrics = json.loads(arrays["metrics"].tobytes())
         return [
             Sample(
@@ -44,11 +44,12 @@ def read_buffer(file: Path) -> list[Sample]:
                 loss_mask=loss_mask,
                 sampler_logprobs=logprobs,
                 advantage=float(advantage),
-                version_min=int(low),
-                version_max=int(high),
+                version_min=int(versions[loss_mask].min()),
+                version_max=int(versions[loss_mask].max()),
+                versions=versions,
                 metrics=values,
             )
-            for (epoch, row), (low, high), advantage, token_ids, loss_mask, logprobs, values in zip(
-                arrays["keys"].tolist(), arrays["versions"].tolist(), arrays["advantages"], *per_token, metrics, strict=False
+            for (epoch, row), advantage, token_ids, loss_mask, logprobs, versions, values in zip(
+                arrays["keys"].tolist(), arrays["advantages"], *per_token, metrics, strict=False
             )
         ]

@@ -24,8 +24,9 @@ from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
 from trainers.errors import ServerError
 from trainers.metrics import MetricBag, sanitize
-from trainers.rollouts.client import GenerateClient, RequestFailed
+from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.failures import FailureWindow
+from trainers.rollouts.protocol import RequestFailed
 from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.source import Dropped, decode
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord
