@@ -9,9 +9,12 @@ row. A loss term is one trained token: the row position that predicts it, its id
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from trainers.rollouts.reconcile import Reconciled
 
 Message = dict[str, Any]
 
@@ -58,8 +61,8 @@ class TurnRecord:
     output_logprobs: np.ndarray  # float32 [O]
     spans: list[VersionSpan]
     finish_reason: str  # "stop" (ended in EOS) or "length"
-    top_ids: np.ndarray | None = None  # int32 [O, K], the sampler's K most likely ids, likeliest first; only if asked for
-    top_logprobs: np.ndarray | None = None  # float32 [O, K]
+    top_ids: np.ndarray | None = None  # int32 [O, K], the sampler's K most likely ids, likeliest first, −1: none; if asked for
+    top_logprobs: np.ndarray | None = None  # float32 [O, K], −inf: none
     candidate_ids: np.ndarray | None = None  # int32 [C], the ids each token was sampled among, one token's after another's
     candidate_counts: np.ndarray | None = None  # int32 [O], how many of them belong to each token; 0: the whole vocabulary
     began_s: float = 0.0  # Unix time
@@ -95,6 +98,8 @@ class Rollout:
     failed: str | None = None
     duration_s: float = 0.0
     tool_calls: list[ToolCall] = field(default_factory=list)
+    exhausted: bool = False  # ended by its token budget or the cap on tool calls, not by the model
+    reconciled: Reconciled | None = None  # its turns as training sequences, once generated
 
 
 @dataclass(slots=True)
@@ -168,6 +173,10 @@ class PackedRow:
     sampler_logprobs: np.ndarray  # float32 [N]
     advantages: np.ndarray  # float32 [N]
     sequence_index: np.ndarray  # int32 [N], which of the row's samples the term belongs to
+    top_ids: np.ndarray  # int32 [N, K], as in `Sample`, −1: none; K = 0 if no sample of the step has them
+    top_logprobs: np.ndarray  # float32 [N, K], −inf: none
+    candidate_ids: np.ndarray  # int32 [C], one term's after another's
+    candidate_counts: np.ndarray  # int32 [N], 0: the whole vocabulary; empty if no sample of the row has candidates
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "input_ids",
@@ -178,6 +187,10 @@ class PackedRow:
         "sampler_logprobs",
         "advantages",
         "sequence_index",
+        "top_ids",
+        "top_logprobs",
+        "candidate_ids",
+        "candidate_counts",
     )
 
 

@@ -1,70 +1,101 @@
-"""From the turns of a rollout to training samples (NumPy only)."""
+"""From the turns of a rollout to training samples (NumPy only).
+
+    turns ─▶ reconcile ─▶ sequences with `origin` ─▶ per-token arrays of all turns, gathered at the trained tokens ─▶ samples
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from trainers.rollouts.reconcile import TokenSequence, reconcile
 from trainers.types import Rollout, RolloutGroup, Sample, TurnRecord
 
-
-def _chains(turns: list[TurnRecord]) -> list[list[TurnRecord]]:
-    """Turns whose prompt continues the tokens held so far stay together; any other turn starts a new sequence."""
-    chains: list[list[TurnRecord]] = []
-    held = np.empty(0, np.int32)
-    for turn in turns:
-        continues = bool(chains) and len(turn.prompt_ids) >= len(held) and np.array_equal(turn.prompt_ids[: len(held)], held)
-        if continues:
-            chains[-1].append(turn)
-        else:
-            chains.append([turn])
-        held = np.concatenate([turn.prompt_ids, turn.output_ids])
-    return chains
+FORK_THRESHOLD_TOKENS = 1024
 
 
-def _sample(group: str, chain: list[TurnRecord], advantage: float) -> Sample:
-    last = chain[-1]
-    token_ids = np.concatenate([last.prompt_ids, last.output_ids]).astype(np.int32)
-    loss_mask = np.zeros(len(token_ids), bool)
-    logprobs = np.zeros(len(token_ids), np.float32)
-    versions = np.full(len(token_ids), -1, np.int32)
-    for turn in chain:
-        start = len(turn.prompt_ids)
-        stop = start + len(turn.output_ids)
-        loss_mask[start:stop] = True
-        logprobs[start:stop] = turn.output_logprobs
-        for span in turn.spans:
-            versions[start + span.start : start + span.stop] = span.version
-    # Nothing predicts the first token of a sequence.
-    loss_mask[:1] = False
-    trained = versions[loss_mask]
+class _Sampled:
+    """What is known of every sampled token of a rollout: arrays over all turns' outputs, laid end to end."""
+
+    def __init__(self, turns: Sequence[TurnRecord]) -> None:
+        self.logprobs = np.concatenate([turn.output_logprobs for turn in turns]).astype(np.float32, copy=False)
+        self.versions = np.concatenate([_versions(turn) for turn in turns])
+        filled = [turn for turn in turns if len(turn.output_ids)]
+        self._top_ids = _joined([turn.top_ids for turn in filled])
+        self._top_logprobs = _joined([turn.top_logprobs for turn in filled])
+        self._candidate_ids = _joined([turn.candidate_ids for turn in filled])
+        self._candidate_counts = _joined([turn.candidate_counts for turn in filled])
+
+    def sampler_fields(self, index: np.ndarray) -> dict[str, np.ndarray | None]:
+        """The `top_*` and `candidate_*` fields of a sample whose trained tokens are those at `index`."""
+        fields: dict[str, np.ndarray | None] = {
+            "top_ids": None if self._top_ids is None else self._top_ids[index],
+            "top_logprobs": None if self._top_logprobs is None else self._top_logprobs[index],
+        }
+        if self._candidate_ids is not None and self._candidate_counts is not None:
+            counts = self._candidate_counts[index]
+            ends = np.cumsum(self._candidate_counts)
+            shift = (ends - self._candidate_counts)[index] - (np.cumsum(counts) - counts)
+            fields["candidate_ids"] = self._candidate_ids[np.repeat(shift, counts) + np.arange(counts.sum())]
+            fields["candidate_counts"] = counts
+        return fields
+
+
+def _versions(turn: TurnRecord) -> np.ndarray:
+    """int32 [O]: the policy version that sampled each token of a turn."""
+    versions = np.full(len(turn.output_ids), -1, np.int32)
+    for span in turn.spans:
+        versions[span.start : span.stop] = span.version
+    return versions
+
+
+def _joined(arrays: list[np.ndarray | None]) -> np.ndarray | None:
+    """The turns' arrays laid end to end; None if no turn has one."""
+    given = [array for array in arrays if array is not None]
+    assert len(given) in (0, len(arrays)), f"{len(given)} of {len(arrays)} turns carry what the sampler was asked for"
+    return np.concatenate(given) if given else None
+
+
+def _sample(group: str, sequence: TokenSequence, sampled: _Sampled, advantage: float) -> Sample:
+    mask = sequence.loss_mask
+    index = sequence.origin[mask]
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = sampled.logprobs[index]
+    versions = np.full(len(mask), -1, np.int32)
+    trained = versions[mask] = sampled.versions[index]
     return Sample(
         group=group,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        sampler_logprobs=np.where(loss_mask, logprobs, np.float32(0)),
+        token_ids=sequence.token_ids,
+        loss_mask=mask,
+        sampler_logprobs=logprobs,
         advantage=advantage,
-        version_min=int(trained.min(initial=2**31 - 1)) if len(trained) else 0,
-        version_max=int(trained.max(initial=0)),
-        versions=np.where(loss_mask, versions, np.int32(-1)),
+        version_min=int(trained.min()),
+        version_max=int(trained.max()),
+        versions=versions,
+        **sampled.sampler_fields(index),
     )
 
 
-def rollout_samples(rollout: Rollout, advantage: float) -> list[Sample]:
+def rollout_samples(rollout: Rollout, advantage: float, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:
     """One sample per sequence of the rollout, all with its advantage; sequences without a trained token are left out.
 
     A turn's prompt normally holds everything before it, so a rollout gives one sample; where the prompt was rewritten
-    between turns it forks into several.
+    between turns it may fork into several.
     """
-    samples = [_sample(rollout.prompt.id, chain, advantage) for chain in _chains(rollout.turns)]
-    return [sample for sample in samples if sample.loss_mask.any()]
+    reconciled = rollout.reconciled or reconcile(rollout.turns, fork_threshold_tokens)
+    if not reconciled.sequences:
+        return []
+    sampled = _Sampled(rollout.turns)
+    return [_sample(rollout.prompt.id, sequence, sampled, advantage) for sequence in reconciled.sequences]
 
 
-def group_samples(group: RolloutGroup) -> list[Sample]:
+def group_samples(group: RolloutGroup, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:
     """The samples of all rollouts of a group; without advantages they are 0."""
     advantages = group.advantages if group.advantages is not None else np.zeros(len(group.rollouts), np.float32)
     assert len(advantages) == len(group.rollouts), f"{len(advantages)} advantages for {len(group.rollouts)} rollouts"
     return [
         sample
         for rollout, value in zip(group.rollouts, advantages, strict=True)
-        for sample in rollout_samples(rollout, float(value))
+        for sample in rollout_samples(rollout, float(value), fork_threshold_tokens)
     ]
