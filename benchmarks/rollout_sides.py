@@ -1,0 +1,212 @@
+"""One engine run of `rollout_engine`, in a process of its own that consumes as the trainer would.
+
+    stub ◀── worker child ──▶ this process: counts samples, seconds, CPU seconds of both, resident memory
+
+`run(side, …)` starts the engine's own child process and takes samples until enough were measured. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import rollout_script
+
+NUM_GENERATIONS = 8
+CONCURRENCY = 256
+QUEUE = 1024
+_MAX_TOKENS = 512
+_STEP_ROWS, _ROW_TOKENS = 8, 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: from the sample `warmup` on, until `seconds` passed (None: until the data or `samples` end)."""
+
+    folder: Path
+    url: str
+    stub_pid: int
+    turns: int
+    warmup: int
+    samples: int
+    seconds: float | None
+
+
+@dataclass(slots=True)
+class Taken:
+    """Samples that arrived together, and their tokens."""
+
+    samples: int
+    tokens: int
+    trained: int
+
+
+@dataclass(slots=True)
+class Mark:
+    """The state of the run at one moment."""
+
+    at_s: float
+    samples: int
+    tokens: int
+    trained: int
+    cpu_s: float  # of this process and its children
+    stub_cpu_s: float
+    rss_mib: float
+
+    def since(self, before: Mark) -> dict[str, float]:
+        samples = self.samples - before.samples
+        seconds = self.at_s - before.at_s
+        return {
+            "samples": samples,
+            "seconds": seconds,
+            "samples_per_s": samples / seconds,
+            "cpu_ms_per_sample": 1000 * (self.cpu_s - before.cpu_s) / samples,
+            "stub_cpu_ms_per_sample": 1000 * (self.stub_cpu_s - before.stub_cpu_s) / samples,
+            "tokens_per_sample": (self.tokens - before.tokens) / samples,
+            "trained_tokens_per_sample": (self.trained - before.trained) / samples,
+        }
+
+
+@dataclass(slots=True)
+class Meter:
+    """Sums up what was taken and looks at the processes."""
+
+    stub: psutil.Process
+    me: psutil.Process = field(default_factory=psutil.Process)
+    samples: int = 0
+    tokens: int = 0
+    trained: int = 0
+
+    def add(self, taken: Taken) -> None:
+        self.samples += taken.samples
+        self.tokens += taken.tokens
+        self.trained += taken.trained
+
+    def mark(self) -> Mark:
+        tree = [self.me, *self.me.children(recursive=True)]
+        cpu_s = sum(sum(process.cpu_times()[:2]) for process in tree)
+        rss = sum(process.memory_info().rss for process in tree)
+        stub_s = sum(self.stub.cpu_times()[:2])
+        return Mark(time.perf_counter(), self.samples, self.tokens, self.trained, cpu_s, stub_s, rss / 2**20)
+
+
+def run(side: str, plan: Plan, memory_every: int) -> dict[str, Any]:
+    """Measure one engine: `ours` or `trl`."""
+    meter = Meter(psutil.Process(plan.stub_pid))
+    first: Mark | None = None
+    last: Mark | None = None
+    memory: dict[int, float] = {}
+    for taken in {"ours": _ours, "trl": _trl}[side](plan):
+        meter.add(taken)
+        passed = meter.samples // memory_every
+        if passed and passed * memory_every not in memory:
+            memory[passed * memory_every] = round(meter.mark().rss_mib, 1)
+        if first is None:
+            first = meter.mark() if meter.samples >= plan.warmup else None
+        elif meter.samples <= plan.samples - 2 * CONCURRENCY:  # at the end ever fewer rollouts are in flight
+            last = meter.mark()
+            if plan.seconds is not None and last.at_s - first.at_s >= plan.seconds:
+                break
+    assert first is not None and last is not None, f"{meter.samples} samples are too few to measure: raise --samples"
+    return {**last.since(first), "all_samples": meter.samples, "rss_mib": memory}
+
+
+def _ours(plan: Plan) -> Iterator[Taken]:
+    from trainers.config import GRPOConfig
+    from trainers.rollouts.process import RolloutProcess
+
+    prompts = plan.samples // NUM_GENERATIONS
+    config = GRPOConfig.model_validate(
+        {
+            "model": str(plan.folder),
+            "dataset": {"path": str(plan.folder / "dataset.jsonl"), "max_rows": prompts},
+            "reward_funcs": ["benchmarks.rollout_script:alternating"],
+            "tools": ["benchmarks.rollout_script:multiply"] if plan.turns > 1 else [],
+            "num_generations": NUM_GENERATIONS,
+            "max_completion_length": _MAX_TOKENS,
+            "max_concurrent_rollouts": CONCURRENCY,
+            "queue_maxsize": QUEUE,
+            "vllm_server_base_url": plan.url,
+            "gradient_accumulation_steps": _STEP_ROWS,
+            "token_budget": _ROW_TOKENS,
+            "max_staleness": 64,
+            "score_centering": False,  # it would ask the server for more than TRL does
+        }
+    )
+    source = RolloutProcess(config)
+    try:
+        source.start(resume_dir=None, version=0, world_size=1, resume_step=0)
+        source.synced(0)
+        index = 1
+        while (step := source.next_step(index, index - 1)) is not None:
+            source.request_step(index + 1, index)
+            source.drain_rollouts()
+            yield Taken(step.totals.sequences, step.totals.forwarded_tokens, step.totals.tokens)
+            source.committed(index)
+            source.synced(index)
+            index += 1
+        _check_accounts(source.snapshot(plan.folder), prompts)
+    finally:
+        source.close()
+
+
+def _check_accounts(state: dict[str, Any], prompts: int) -> None:
+    """Every prompt of the epoch was trained."""
+    summary = state["epochs"]["0"]
+    if summary["trained"] != prompts or summary["dropped"]:
+        raise SystemExit(f"{prompts} prompts were given, but the ledger says {summary}")
+
+
+def _trl(plan: Plan) -> Iterator[Taken]:
+    import datasets
+    from accelerate import PartialState
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+    PartialState()  # as a trainer has it: without, the worker's logger raises
+    tokenizer = AutoTokenizer.from_pretrained(plan.folder)
+    rows = [json.loads(line) for line in (plan.folder / "dataset.jsonl").read_text().splitlines()]
+    worker = AsyncRolloutWorker(
+        model_name=rollout_script.MODEL,
+        dataset=datasets.Dataset.from_list(rows),
+        reward_funcs=[rollout_script.alternating],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        tools=[rollout_script.multiply] if plan.turns > 1 else None,
+        num_generations=NUM_GENERATIONS,
+        max_inflight_tasks=CONCURRENCY,
+        queue_maxsize=QUEUE,
+        vllm_server_url=plan.url,
+        max_tokens=_MAX_TOKENS,
+    )
+    worker.start()
+    try:
+        while True:
+            worker.check_health(60)
+            taken = Taken(0, 0, 0)
+            while taken.samples < 2 * CONCURRENCY:  # as one optimizer step would
+                sample = worker.rollout_buffer.get(timeout=60)
+                taken.samples += 1
+                taken.tokens += len(sample.input_ids)
+                taken.trained += int(sample.completion_mask.sum())
+            _drain(worker.metrics_queue)
+            yield taken
+            worker.update_model_version(worker.model_version + 1)
+    finally:
+        worker.stop()
+
+
+def _drain(metrics: Any) -> None:
+    """What the trainer does whenever it logs."""
+    try:
+        while True:
+            metrics.get_nowait()
+    except queue.Empty:
+        pass
