@@ -67,7 +67,8 @@ class StepSource(Protocol):
         ...
 
     def drain_rollouts(self) -> list[dict[str, Any]]:
-        """Rows for the rollouts table since the last call: step, epoch, row, prompt, completion, reward, advantage, … Does not
+        """Rollouts to look at, since the last call: step, epoch, row, prompt, completion, reward, advantage, … Those with a
+        `trace` (see `trainers.rollouts.trace`) are to be kept, the others are the step's own and to be printed. Does not
         wait."""
         ...
 

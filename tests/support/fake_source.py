@@ -95,7 +95,7 @@ class FakeSource:
         return state
 
     def drain_rollouts(self) -> list[dict[str, Any]]:
-        return [{"step": self.done}]
+        return [{"step": self.done, "trace": {}}]
 
     def close(self) -> None:
         self.closed = True

@@ -35,7 +35,7 @@ async def running(
     """An engine over the real loop, synced at version 0. Its step has room for everything, so that it ends with the data."""
     async with stub.run():
         changes = {"per_device_train_batch_size": 1000, "max_rollout_failure_frac": 1.0, "num_generations": 3} | changes
-        config = fake_config(vllm_server_base_url=stub.url, max_completion_length=8, **changes)
+        config = fake_config(vllm_server_base_url=stub.url, max_completion_length=8, keep_rollout_every=1, **changes)
         rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)]
         payload = Payload(reward_funcs=rewards, dataset=rows, tokenizer=CharTokenizer(), loop_class=loop_class, args=args)
         engine, _ = await build_engine(config, payload, version=0, resume_step=0, world_size=1)

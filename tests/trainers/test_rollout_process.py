@@ -76,6 +76,7 @@ def grpo(folder: Path, model: Path, url: str, reward: str = "half", prompts: int
         "per_device_train_batch_size": 4,
         "vllm_server_base_url": url,
         "max_completion_length": 8,
+        "keep_rollout_every": 1,
     }
     return GRPOConfig(**(values | changes))
 

@@ -17,7 +17,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from trainers.errors import DatasetError, NoProgress
 from trainers.metrics import MetricBag
 from trainers.rollouts.admission import Situation, decide
 from trainers.rollouts.buffer import buffer_arrays, read_buffer, write_buffer
+from trainers.rollouts.inspection import Inspection
 from trainers.rollouts.ledger import Key, Ledger
-from trainers.rollouts.measure import rollout_rows
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
 from trainers.step_source import BUFFER_FILE, STATE_FILE
@@ -40,7 +40,6 @@ from trainers.types import RolloutGroup, Sample, Step
 
 logger = logging.getLogger(__name__)
 
-_ROWS_KEPT = 64  # of the rollouts table, between two steps
 _REJECTED = ("filtered", "too_long", "oversize")  # an epoch of nothing else would repeat for ever
 
 
@@ -96,7 +95,7 @@ class StepEngine:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._moved = self._measured = time.monotonic()
-        self._table: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        self._inspection = Inspection(config)
         self._tasks: list[asyncio.Task[None]] = []
 
     # What the trainer asks for
@@ -136,10 +135,8 @@ class StepEngine:
         self._touch()
 
     def drain_rows(self) -> list[dict[str, Any]]:
-        """Rows of the rollouts table since the last call; the newest if there were many."""
-        rows = list(self._table)
-        self._table.clear()
-        return rows
+        """What goes with the step just handed over for people to look at: see `Inspection.drain`."""
+        return self._inspection.drain(*self._steps.newest())
 
     # Persistence
 
@@ -151,6 +148,7 @@ class StepEngine:
             "step": self._steps.last_committed,
             "fingerprint": self.fingerprint,
             "rng": self.rng.bit_generator.state,
+            "rollouts_finished": self._inspection.finished,
         }
         if not (self.config.save_rollout_buffer and self.algorithm.generates):
             return state, None  # recorded rows are simply read again
@@ -172,6 +170,7 @@ class StepEngine:
             return  # positions of another dataset say nothing
         self.ledger.load_state_dict(state)
         self.rng.bit_generator.state = state["rng"]
+        self._inspection.finished = state.get("rollouts_finished", 0)
         if not (directory / BUFFER_FILE).exists():
             return
         version = self._steps.next_version
@@ -256,7 +255,7 @@ class StepEngine:
         if not fitting:
             cause = cause or ("oversize" if samples else "empty")
         if self.algorithm.generates:
-            self._table.extend(rollout_rows(group, cause or "kept"))
+            self._inspection.take(group, cause or "kept", len(fitting) if cause is None else 0)
         if cause is not None:
             self._drop(key, cause)
             return
@@ -285,6 +284,7 @@ class StepEngine:
             self._metrics.add(f"rollout/dropped_groups_total/{cause}", 1)
 
     def _settle(self, sample: Sample, cause: str | None) -> None:
+        self._inspection.settled(sample.group)
         if self.ledger.settle(_key(sample.group), cause):
             self._count_group_drop(cause or "")
 

@@ -1,17 +1,13 @@
-"""What a planned step and a finished group say about themselves: `batch/…`, `sample/…` and rows of the rollouts table."""
+"""What a planned step says about itself: `batch/…` and `sample/…`."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from trainers.metrics import MetricBag
 from trainers.planner import attention_cost
-from trainers.types import RolloutGroup, Sample, StepPlan
+from trainers.types import Sample, StepPlan
 
 
 def measure_step(
@@ -48,24 +44,3 @@ def measure_step(
         staleness = [train_version - sample.version_min for sample in samples]
         metrics.add("sample/staleness_mean", sum(staleness), len(samples))
         metrics.add("sample/staleness_max", max(staleness))
-
-
-def rollout_rows(group: RolloutGroup, outcome: str) -> list[dict[str, Any]]:
-    """One row of the rollouts table per rollout; NaN rewards become None, because the rows travel as JSON."""
-    advantages = group.advantages if group.advantages is not None else np.zeros(len(group.rollouts))
-    return [
-        {
-            "epoch": group.prompt.epoch,
-            "row": group.prompt.row,
-            "prompt": "\n".join(str(message.get("content")) for message in group.prompt.messages),
-            "completion": "".join(str(message.get("content")) for message in rollout.completion),
-            "reward": None if math.isnan(rollout.reward) else rollout.reward,
-            **{f"rewards/{name}": value for name, value in rollout.rewards.items()},
-            "advantage": float(advantage),
-            "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
-            "finish_reason": rollout.turns[-1].finish_reason if rollout.turns else None,
-            "version": max((span.version for turn in rollout.turns for span in turn.spans), default=None),
-            "outcome": outcome,
-        }
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-    ]

@@ -141,6 +141,11 @@ class StepQueue:
         for sample in self._planned.pop(index):
             self._settle(sample, None)
 
+    def newest(self) -> tuple[int, list[str]]:
+        """The last step handed over and the groups its samples are of."""
+        index = self.next_index - 1
+        return index, [sample.group for sample in self._planned.get(index, [])]
+
     @property
     def last_committed(self) -> int:
         return min(self._planned, default=self.next_index) - 1
