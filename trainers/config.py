@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainers.training_arguments import config_refusal
 
@@ -99,7 +99,8 @@ class DatasetConfig(StrictModel):
     system_prompt: str | None = Field(None, description="System message put before every prompt. Default none.")
     streaming: bool = Field(
         False,
-        description="Read the data as a stream (`IterableDataset`): in its own order, never whole in memory. Default false.",
+        description="Read the data as a stream (`datasets.IterableDataset`): never whole in memory, in its own order: `shuffle` "
+        "does not apply. `num_train_epochs` must be whole then. Default false.",
     )
     max_rows: int | None = Field(None, ge=1, description="Use only the first this many rows. Default all.")
 
@@ -120,6 +121,13 @@ class EvalConfig(StrictModel):
         description="Stop once this many evaluations in a row brought no better accuracy; needs `every`. Default none: never.",
     )
     max_completion_length: int | None = Field(None, ge=1, description="Tokens per completion. Default: the run's value.")
+
+    @field_validator("dataset")
+    @classmethod
+    def _read_whole(cls, dataset: DatasetConfig) -> DatasetConfig:
+        if dataset.streaming:
+            raise ValueError("a held-out set is read whole: leave `streaming` out, and bound a large one by `max_rows`")
+        return dataset
 
     @model_validator(mode="after")
     def _patience_has_evaluations(self) -> EvalConfig:
@@ -235,7 +243,9 @@ class AsyncTrainerConfig(TrainerConfig):
         "http://localhost:8000", description="Student server, or a list of several. Flows fill it in."
     )
     vllm_server_timeout: float = Field(
-        1800.0, gt=0, description="Seconds to wait for the server, a request or a sync. Default 1800."
+        1800.0,
+        gt=0,
+        description="Seconds to wait for a server, a sync, or a request and its repeats; one try may take half. Default 1800.",
     )
     max_concurrent_rollouts: int | None = Field(
         None, ge=1, description="Most rollouts in flight. None: max(max_staleness, 1) × batch size × accumulation × ranks."
@@ -263,6 +273,40 @@ class AsyncTrainerConfig(TrainerConfig):
         ge=0,
         description="Keep every n-th rollout as a row of the MLflow table `rollouts` and as a trace. 0: none. Default 100.",
     )
+
+    @property
+    def restricts_sampling(self) -> bool:
+        """Tokens are sampled among a part of the vocabulary, over which their log-probabilities are renormalised."""
+        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+    @model_validator(mode="after")
+    def _candidates_are_bounded(self) -> AsyncTrainerConfig:
+        cause = "top_p" if self.top_p < 1 else "min_p" if self.min_p else None
+        if cause is not None and not self.top_k:
+            raise ValueError(
+                f"{cause} needs top_k: the server returns the tokens that each one was sampled among, and only top_k bounds how "
+                "many those are: set top_k too (50, say), or sample among all tokens"
+            )
+        return self
+
+    @field_validator("vllm_server_base_url")
+    @classmethod
+    def _servers_are_different(cls, given: str | list[str]) -> str | list[str]:
+        urls = _plain_urls(given)
+        if not urls:
+            raise ValueError("the list of servers is empty: name at least one, as in http://localhost:8000")
+        if twice := [url for url in urls if urls.count(url) > 1]:
+            raise ValueError(f"{twice[0]} is named twice: name every server once")
+        return given
+
+    @property
+    def server_urls(self) -> list[str]:
+        """The student servers, without a trailing slash or `/v1`."""
+        return _plain_urls(self.vllm_server_base_url)
+
+
+def _plain_urls(given: str | list[str]) -> list[str]:
+    return [url.strip().rstrip("/").removesuffix("/v1") for url in ([given] if isinstance(given, str) else given)]
 
 
 class GRPOConfig(AsyncTrainerConfig):
@@ -303,6 +347,24 @@ class GRPOConfig(AsyncTrainerConfig):
     )
     epsilon: float = Field(0.2, gt=0, description="Lower clip of the ratio: 1 − ε. Default 0.2.")
     epsilon_high: float | None = Field(None, gt=0, description="Upper clip: 1 + ε_high. None: epsilon.")
+
+    @property
+    def server_logprobs(self) -> int:
+        """Log-probabilities per token that the server must be willing to return (`--max-logprobs`).
+
+        One more than are used: `/inference/v1/generate` counts the sampled token among them.
+        """
+        return self.num_sampler_logprobs + 1 if self.score_centering else 1
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> GRPOConfig:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if not low <= 1 <= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={low:g} and vllm_importance_sampling_clip_max={high:g} would mask every token "
+                "of an up-to-date sampler: the first must be at most 1, the second at least 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_match(self) -> GRPOConfig:

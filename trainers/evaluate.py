@@ -2,8 +2,8 @@
 
     eval.dataset ─▶ prompts ─▶ greedy completions (a server's, or transformers' `generate`) ─▶ reward ─▶ mean
 
-CONFIG.json is `{"config": <trainer config with eval>, "model": <folder, default config.model>, "url": <server, default none>}`.
-OUT.json appears whole, by rename: accuracy, problems, scored, failed, mean_length, clipped_ratio, seconds, examples. Exit code
+CONFIG.json is `{"config": <trainer config with eval>, "model": <folder, default config.model>, "url": <server, a list of them,
+or none, the default>}`. OUT.json appears whole, by rename: accuracy, problems, scored, failed, mean_length, clipped_ratio, seconds, examples. Exit code
 0, or 1 with the cause on standard error.
 """
 
@@ -28,7 +28,7 @@ from trainers.errors import ConfigError, LoopwrightError, ServerError
 from trainers.metrics import MetricBag
 from trainers.references import resolve
 from trainers.rewards import RewardFunc, load_callable
-from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import RequestFailed
 from trainers.rollouts.scoring import Scorer
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
@@ -75,35 +75,43 @@ def load_problems(config: TrainerConfig, tokenizer: Any) -> list[Prompt]:
     return [builder.prompt(0, index, rows[index]) for index in range(len(rows))]
 
 
-def server_generate(url: str, timeout_s: float, max_tokens: int, version: int | None = None) -> Generate:
-    """Greedy completions from a server, many requests at once. A prompt the server refuses gives None.
+def server_generate(urls: Sequence[str], timeout_s: float, max_tokens: int, version: int | None = None) -> Generate:
+    """Greedy completions from the servers, many requests at once, shared among them. A prompt that is refused gives None.
 
     Args:
-        version: the policy version that the server must hold; None: whatever it holds.
+        version: the policy version that the servers must hold; None: whatever they hold.
     """
 
     async def all_turns(prompts: Sequence[Prompt]) -> list[TurnRecord | None]:
-        client = GenerateClient(url, timeout_s)
-        facts = await client.open(timeout_s)
+        pool = ServerPool(urls, timeout_s, CONCURRENT_REQUESTS)
         slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
-        async def one(prompt: Prompt) -> TurnRecord | None:
-            room = facts.max_model_len - len(prompt.token_ids)
+        async def one(prompt: Prompt, longest: int) -> TurnRecord | None:
+            room = longest - len(prompt.token_ids)
             if room < 1:
                 return None
             async with slots:
+                lease = pool.lease()
                 try:
-                    return await client.turn(
-                        prompt.token_ids, temperature=0.0, max_tokens=min(max_tokens, room), seed=0, version=lambda: version
+                    return await pool.turn(
+                        prompt.token_ids,
+                        lease=lease,
+                        temperature=0.0,
+                        max_tokens=min(max_tokens, room),
+                        seed=0,
+                        version=lambda: version,
                     )
                 except RequestFailed as error:
                     logger.warning("evaluation: problem %s failed: %s", prompt.id, error)
                     return None
+                finally:
+                    pool.release(lease)
 
         try:
-            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+            facts = await pool.open(timeout_s)
+            return list(await asyncio.gather(*(one(prompt, facts.max_model_len) for prompt in prompts)))
         finally:
-            await client.close()
+            await pool.close()
 
     return lambda prompts: asyncio.run(all_turns(prompts))
 
@@ -222,12 +230,13 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
     fields = payload["config"]
     config: TrainerConfig = TypeAdapter(TrainerConfigUnion).validate_python(resolve(fields))
     source, url = payload.get("model") or config.model, payload.get("url")
+    urls = [url] if isinstance(url, str) else url
     tokenizer = load_tokenizer(config.model_copy(update={"model": source}))
     problems = load_problems(config, tokenizer)
     reward = eval_reward(config)
     limit = max_new_tokens(config)
-    if url:
-        generate = server_generate(url, getattr(config, "vllm_server_timeout", 1800.0), limit)
+    if urls:
+        generate = server_generate(urls, getattr(config, "vllm_server_timeout", 1800.0), limit)
     else:
         generate = local_generate(plain_model(source, config), tokenizer, limit)
     return evaluate(problems, tokenizer, generate, reward)

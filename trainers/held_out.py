@@ -18,7 +18,7 @@ from trainers.types import Prompt
 
 
 class HeldOut:
-    """Called by every rank; rank 0 measures, by the server where the run has one, else by a plain copy of the model."""
+    """Called by every rank; rank 0 measures, by the servers where the run has any, else by a plain copy of the model."""
 
     def __init__(self, config: TrainerConfig, ranks: Ranks, tokenizer: Any, payload: Payload | None = None) -> None:
         self.config, self.ranks, self.tokenizer = config, ranks, tokenizer
@@ -28,7 +28,7 @@ class HeldOut:
         self._problems: list[Prompt] = []
 
     def __call__(self, policy: Policy, version: int) -> dict[str, float]:
-        """{"eval/accuracy": …}. `version` is the policy version that the server holds."""
+        """{"eval/accuracy": …}. `version` is the policy version that the servers hold."""
         whole: dict[str, torch.Tensor] = {}
         if not isinstance(self.config, AsyncTrainerConfig):
             whole = dict(gathered_parameters(policy.model, None, keep=self.ranks.is_main))
@@ -40,7 +40,7 @@ class HeldOut:
         self._reward = self._reward or evaluate.eval_reward(config)
         limit = evaluate.max_new_tokens(config)
         if isinstance(config, AsyncTrainerConfig):
-            generate = evaluate.server_generate(config.vllm_server_base_url, config.vllm_server_timeout, limit, version)
+            generate = evaluate.server_generate(config.server_urls, config.vllm_server_timeout, limit, version)
         else:
             generate = evaluate.local_generate(self._copy(model, whole), self.tokenizer, limit)
         return evaluate.evaluate(self._problems, self.tokenizer, generate, self._reward)["accuracy"]

@@ -74,7 +74,7 @@ def failures(ranks: Ranks, folder: Path) -> None:
     config = grpo_config(output_dir=str(folder / f"rank-{ranks.rank}"), weight_check_steps=1, bf16=False)
     policy = tiny_policy(config, torch.float32, ranks)
     plane = FakeControlPlane(fail={"update": ["no room", "no room"]})
-    sync = SharedStorageSync(config, ranks, None, plane)  # type: ignore[arg-type]
+    sync = SharedStorageSync(config, ranks, None, [plane])  # type: ignore[arg-type]
     try:
         sync.push(policy, 0)
     except LoopwrightError as error:

@@ -68,10 +68,10 @@ def test_the_server_gives_the_same_greedy_completions(config, vllm_server, monke
     tokenizer = build_tokenizer()
     problems = evaluate.load_problems(config, tokenizer)
     local = evaluate.local_generate(build_model(), tokenizer, 6)(problems)
-    served = evaluate.server_generate(vllm_server.url, 60, 6)(problems)
+    served = evaluate.server_generate([vllm_server.url], 60, 6)(problems)
     assert [t.output_ids.tolist() for t in served if t] == [t.output_ids.tolist() for t in local if t]
     too_long = Prompt(0, 0, [], {}, np.ones(512, np.int32))
-    assert evaluate.server_generate(vllm_server.url, 60, 6)([too_long]) == [None]
+    assert evaluate.server_generate([vllm_server.url], 60, 6)([too_long]) == [None]
 
 
 def fixed(outputs: list[list[int] | None]):

@@ -41,7 +41,7 @@ def _weights_stay_in_the_tests_folder(tmp_path, monkeypatch):
 def make_sync(tmp_path: Path, **fields) -> tuple[SharedStorageSync, FakeControlPlane]:
     plane = FakeControlPlane(reference=served_logprobs, **fields)
     config = grpo_config(output_dir=str(tmp_path), weight_check_steps=2)
-    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), plane), plane  # type: ignore[arg-type]
+    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), [plane]), plane  # type: ignore[arg-type]
 
 
 def test_a_sync_pauses_loads_resumes_and_is_checked(tmp_path):
@@ -99,7 +99,7 @@ def test_an_interrupt_in_mid_sync_resumes_the_server(tmp_path):
 
 
 def test_a_lost_resume_is_sent_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainers.weight_sync.shared_storage.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("trainers.weight_sync.update.time.sleep", lambda seconds: None)
     sync, plane = make_sync(tmp_path, fail={"resume": ["", "lost", "lost"]})
     sync.push(tiny_policy(), 1)
     assert not plane.paused and plane.calls.count("resume") == 4 and plane.calls.count("update") == 1
@@ -109,7 +109,7 @@ def test_a_lost_resume_is_sent_again(tmp_path, monkeypatch):
 def test_a_server_with_other_weights_is_found_by_the_probe(tmp_path, shift, fails):
     sync, _ = make_sync(tmp_path, shift=shift)
     if fails:
-        with pytest.raises(WeightSyncError, match="log-probabilities differ"):
+        with pytest.raises(WeightSyncError, match="log-probabilities of http://fake differ"):
             sync.push(tiny_policy(), 1)
     else:
         assert sync.push(tiny_policy(), 1)["perf/weight_probe_abs_diff"] == pytest.approx(1e-4, rel=0.1)
@@ -137,6 +137,39 @@ def test_a_server_of_another_dtype_gets_its_own_and_is_warned_about_once(tmp_pat
         sync.push(tiny_policy(), version)
     assert {weight.dtype for weight in plane.weights.values()} == {torch.bfloat16}
     assert caplog.text.count("serve with --dtype float32") == 1
+
+
+def several(tmp_path: Path, *planes: FakeControlPlane) -> SharedStorageSync:
+    config = grpo_config(output_dir=str(tmp_path), weight_check_steps=2)
+    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), planes)  # type: ignore[arg-type]
+
+
+def test_every_server_gets_the_same_file_and_is_checked(tmp_path):
+    planes = [FakeControlPlane(reference=served_logprobs, url=f"http://s{i}", shift=1e-4 * i) for i in range(3)]
+    policy = tiny_policy(seed=4)
+    metrics = several(tmp_path, *planes).push(policy, 7)
+    for plane in planes:
+        assert plane.calls == ["health", "resume", "init", *CYCLE, "version", "probe"]
+        assert plane.version == "7" and not plane.paused
+        assert all(torch.equal(plane.weights[name], value.detach()) for name, value in policy.model.named_parameters())
+    assert metrics["perf/weight_probe_abs_diff"] == pytest.approx(2e-4, rel=0.1)
+
+
+def test_one_of_several_servers_that_fails_twice_is_named_and_the_others_run(tmp_path):
+    good, bad = (FakeControlPlane(reference=served_logprobs, url=f"http://{name}") for name in ("good", "bad"))
+    bad.fail = {"update": ["", "first", "disk on fire"]}
+    sync = several(tmp_path, good, bad)
+    sync.push(tiny_policy(), 1)
+    with pytest.raises(WeightSyncError, match="http://bad did not take policy version 2, twice: disk on fire"):
+        sync.push(tiny_policy(), 2)
+    assert (good.version, bad.version) == ("2", "1") and not good.paused and not bad.paused
+    assert sync.directory is not None and not list(sync.directory.iterdir())
+
+
+def test_servers_of_different_types_are_refused(tmp_path):
+    planes = [FakeControlPlane(dtype=dtype, url=f"http://{dtype}") for dtype in ("float32", "bfloat16")]
+    with pytest.raises(ServerCapabilityError, match="http://bfloat16: bfloat16.*serve all with --dtype float32"):
+        several(tmp_path, *planes).push(tiny_policy(), 0)
 
 
 def test_the_probe_is_ordinary_text_where_the_tokenizer_knows_it():
@@ -178,7 +211,7 @@ def real_sync(server, tmp_path) -> SharedStorageSync:
     config = grpo_config(
         vllm_server_base_url=server.url, vllm_server_timeout=120, weight_check_steps=1, output_dir=str(tmp_path)
     )
-    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), ServerClient(server.url, 120, server.key))
+    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), [ServerClient(server.url, 120, server.key)])
 
 
 @pytest.mark.server
@@ -187,7 +220,7 @@ def test_the_real_server_serves_what_the_trainer_holds(vllm_server, tmp_path):
     for version, seed in ((1, 5), (2, 0)):
         policy = tiny_policy(seed=seed)
         assert sync.push(policy, version)["perf/weight_probe_abs_diff"] < 1e-3
-        assert sync.client.weight_version() == str(version) and not sync.client.is_paused()
+        assert sync.clients[0].weight_version() == str(version) and not sync.clients[0].is_paused()
     sync.close()
 
 
@@ -198,9 +231,9 @@ def test_a_refused_update_leaves_the_real_server_on_the_old_weights_and_running(
     sync.push(policy, 3)
     with pytest.raises(WeightSyncError, match="does not fit the served model"):
         sync.push(_narrow_policy(), 4)
-    assert not sync.client.is_paused() and sync.client.weight_version() == "3"
+    assert not sync.clients[0].is_paused() and sync.clients[0].weight_version() == "3"
     tokens = probe_tokens(build_tokenizer(), 64)
-    difference = sync.client.prompt_logprobs(tokens, 3) - probe_logprobs(policy, tokens, ONE_RANK.device)
+    difference = sync.clients[0].prompt_logprobs(tokens, 3) - probe_logprobs(policy, tokens, ONE_RANK.device)
     assert np.abs(difference).max() < 1e-3
     sync.close()
 
@@ -222,7 +255,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_closed(vllm_server, tmp_path
     left.start_update()
     sync = real_sync(vllm_server, tmp_path)
     assert sync.push(tiny_policy(seed=7), 5)["perf/weight_probe_abs_diff"] < 1e-3
-    assert not sync.client.is_paused()
+    assert not sync.clients[0].is_paused()
     sync.close()
 
 

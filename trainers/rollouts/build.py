@@ -14,10 +14,11 @@ from trainers.data import PromptBuilder, Rows, check_columns, load_rows, load_to
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag
 from trainers.rewards import load_callable
-from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.payload import Payload
+from trainers.rollouts.pool import ServerPool
+from trainers.rollouts.protocol import SamplingForm
 from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.source import RecordedSource, RolloutSource
 
@@ -85,14 +86,15 @@ async def build_engine(
             algorithm=algorithm,
             rows=rows,
             tokenizer=tokenizer,
-            client=GenerateClient(
-                config.vllm_server_base_url,
+            pool=ServerPool(
+                config.server_urls,
                 config.vllm_server_timeout,
+                concurrency_cap(config, world_size),
                 on_retry=lambda cause: metrics.add("rollout/vllm_retry_total", 1),
+                form=SamplingForm.of(config),
             ),
             scorer=Scorer(functions, config.reward_weights, metrics),
             metrics=metrics,
-            cap=concurrency_cap(config, world_size),
             next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
             progress=lambda: holder[0].progress(),
         )

@@ -24,14 +24,15 @@ from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
 from trainers.errors import ServerError
 from trainers.metrics import MetricBag, sanitize
-from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.failures import FailureWindow
+from trainers.rollouts.pool import Lease, ServerPool
 from trainers.rollouts.protocol import RequestFailed
 from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.source import Dropped, decode
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord
 
 _REQUEST: contextvars.ContextVar[GenerationRequest] = contextvars.ContextVar("request of this rollout")
+_LEASE: contextvars.ContextVar[Lease] = contextvars.ContextVar("server of this rollout")
 
 
 class AsyncRolloutLoop:
@@ -54,26 +55,22 @@ class AsyncRolloutLoop:
         algorithm: Algorithm,
         rows: Rows,
         tokenizer: Any,
-        client: GenerateClient,
+        pool: ServerPool,
         scorer: Scorer,
         metrics: MetricBag,
-        cap: int,
         next_seed: Callable[[], int],
         progress: Callable[[], None],
     ) -> None:
         self.config = config
         self.rows = rows
         self.tokenizer = tokenizer
-        self.cap = cap
         self.max_sequence_tokens = 0
         self._settings, self._algorithm = settings, algorithm
-        self._client, self._scorer, self._metrics = client, scorer, metrics
+        self._pool, self._scorer, self._metrics = pool, scorer, metrics
         self._next_seed, self._progress = next_seed, progress
         self._failures = FailureWindow(settings.max_rollout_failure_frac)
         self._version = 0
-        self._generating: dict[int, float] = {}  # rollout number → monotonic start
-        self._started = 0
-        self._room = asyncio.Event()
+        self._generating: dict[Lease, float] = {}  # monotonic start
 
     # Hooks
 
@@ -107,8 +104,9 @@ class AsyncRolloutLoop:
             raise RequestFailed(
                 "too_long", f"{len(prompt_ids)} tokens leave no room in max_model_len {self.max_sequence_tokens}"
             )
-        turn = await self._client.turn(
+        turn = await self._pool.turn(
             prompt_ids,
+            lease=_LEASE.get(),
             temperature=request.temperature,
             max_tokens=min(request.max_tokens, room),
             seed=self._next_seed(),
@@ -120,7 +118,7 @@ class AsyncRolloutLoop:
     # The source
 
     async def open(self) -> None:
-        facts = await self._client.open(wait_s=min(self._settings.vllm_server_timeout, self._settings.rollout_worker_timeout))
+        facts = await self._pool.open(wait_s=min(self._settings.vllm_server_timeout, self._settings.rollout_worker_timeout))
         self.max_sequence_tokens = facts.max_model_len
         outcome = self.setup()
         if inspect.isawaitable(outcome):
@@ -148,7 +146,7 @@ class AsyncRolloutLoop:
     async def _feed(self, prompts: AsyncIterator[Prompt], ready: asyncio.Queue, tasks: set[asyncio.Task[None]]) -> None:
         try:
             async for prompt in prompts:
-                if not self.filter_prompt(prompt.row, self.rows[prompt.row], prompt.epoch):
+                if not self.filter_prompt(prompt.row, prompt.data, prompt.epoch):
                     ready.put_nowait(Dropped(prompt, "filtered"))
                     await asyncio.sleep(0)
                 elif len(prompt.token_ids) > self.max_sequence_tokens - 1:
@@ -156,11 +154,11 @@ class AsyncRolloutLoop:
                     await asyncio.sleep(0)
                 else:
                     requests = self._algorithm.requests(prompt)
-                    while self._generating and len(self._generating) + len(requests) > self.cap:
-                        self._room.clear()
-                        await self._room.wait()
-                    starts = [self._begin() for _ in requests]
-                    task = asyncio.create_task(self._group(prompt, requests, starts, ready))
+                    while not self._pool.room(len(requests)):
+                        self._pool.changed.clear()
+                        await self._pool.changed.wait()
+                    leases = [self._begin() for _ in requests]
+                    task = asyncio.create_task(self._group(prompt, requests, leases, ready))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             while tasks:
@@ -169,15 +167,17 @@ class AsyncRolloutLoop:
         except Exception as error:
             ready.put_nowait(error)
 
-    def _begin(self) -> int:
-        self._started += 1
-        self._generating[self._started] = time.monotonic()
-        return self._started
+    def _begin(self) -> Lease:
+        lease = self._pool.lease()
+        self._generating[lease] = time.monotonic()
+        return lease
 
-    async def _group(self, prompt: Prompt, requests: list[GenerationRequest], starts: list[int], ready: asyncio.Queue) -> None:
+    async def _group(
+        self, prompt: Prompt, requests: list[GenerationRequest], leases: list[Lease], ready: asyncio.Queue
+    ) -> None:
         try:
             rollouts = await asyncio.gather(
-                *(self._rollout(prompt, request, start) for request, start in zip(requests, starts, strict=True))
+                *(self._rollout(prompt, request, lease) for request, lease in zip(requests, leases, strict=True))
             )
             group = RolloutGroup(prompt, [rollout for rollout in rollouts if rollout.failed is None])
             await self._scorer.score(group)
@@ -193,11 +193,13 @@ class AsyncRolloutLoop:
         except Exception as error:  # a fault in a hook or here: the run ends with it
             ready.put_nowait(error)
 
-    async def _rollout(self, prompt: Prompt, request: GenerationRequest, start: int) -> Rollout:
+    async def _rollout(self, prompt: Prompt, request: GenerationRequest, lease: Lease) -> Rollout:
         _REQUEST.set(request)
-        begun = time.monotonic()
+        _LEASE.set(lease)
+        begun, finished = time.monotonic(), False
         try:
             rollout = await self.generate_one(prompt)
+            finished = True
         except RequestFailed as error:
             rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
         except ServerError:
@@ -205,8 +207,8 @@ class AsyncRolloutLoop:
         except Exception as error:
             rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}")
         finally:
-            del self._generating[start]
-            self._room.set()
+            del self._generating[lease]
+            self._pool.release(lease, finished)
         rollout.duration_s = time.monotonic() - begun
         return rollout
 
@@ -242,19 +244,18 @@ class AsyncRolloutLoop:
     def describe(self) -> str:
         if self._generating:
             oldest = time.monotonic() - min(self._generating.values())
-            text = f"generation waits for {self._client.base_url}: {len(self._generating)} rollouts in flight, the oldest for "
-            return text + f"{oldest:.0f} s{self._client.trouble}"
+            text = f"generation waits for {self._pool.describe()}: {len(self._generating)} rollouts in flight, the oldest for "
+            return text + f"{oldest:.0f} s{self._pool.trouble}"
         if self._scorer.pending:
             return f"scoring: {self._scorer.pending} groups wait for the reward functions"
         return "generation is idle"
 
     def gauges(self) -> dict[str, float]:
         return {
-            "rollout/concurrency": len(self._generating),
-            "rollout/concurrency_cap": self.cap,
+            **self._pool.gauges(),
             "rollout/score_queue_size": self._scorer.pending,
         }
 
     async def close(self) -> None:
         self._scorer.close()
-        await self._client.close()
+        await self._pool.close()

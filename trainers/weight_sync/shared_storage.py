@@ -1,11 +1,11 @@
 """Weights to the servers through a file both sides can read (`/dev/shm` where it is large enough).
 
     every rank: gather parameters in one order ─▶ rank 0: one safetensors file in the server's type
-    rank 0:     pause (keep) ─▶ start ─▶ update {path} ─▶ finish {version} ─▶ resume ─▶ version and probe checked
+    rank 0:     every server at once: `update` (pause, load, resume) ─▶ version and probe checked
 
 Invariants:
-- the file is whole before the server is paused, so the pause lasts as long as the server's load;
-- the server is resumed whatever happened after the pause; a failed cycle is tried once more, then the sync fails;
+- the file is whole before a server is paused, so the pause lasts as long as the server's load;
+- every server took the weights, or the sync fails; a server's own part and its second try are in `update`;
 - no rank is in a collective while rank 0 is in a call: ranks meet before the calls, and learn how they went after.
 """
 
@@ -17,8 +17,10 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +31,10 @@ from trainers.distributed import Ranks
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.model import Policy, compute_dtype, export_state, gathered_parameters, probe_logprobs
 from trainers.server import BACKEND, ServerClient, ServerFacts
+from trainers.weight_sync.update import update_with_retry, verify
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 PREFIX = "loopwright-weights-"
 PROBE_TEXT = "Question: what is 17 + 25? Answer: 17 + 25 = 42. The quick brown fox jumps over the lazy dog."
 PROBE_TOKENS = 48
@@ -66,16 +70,16 @@ def sweep(base: Path) -> None:
 
 
 class SharedStorageSync:
-    """`WeightSync` for one server. Construct it on every rank; only rank 0 talks to the server."""
+    """`WeightSync` for servers that can read a folder of rank 0's. Construct it on every rank; only rank 0 talks to them."""
 
     def __init__(
-        self, config: AsyncTrainerConfig, ranks: Ranks, tokenizer: Any = None, client: ServerClient | None = None
+        self, config: AsyncTrainerConfig, ranks: Ranks, tokenizer: Any = None, clients: Sequence[ServerClient] = ()
     ) -> None:
         self.config = config
         self.ranks = ranks
         self.tokenizer = tokenizer
-        self.client = client or ServerClient(config.vllm_server_base_url, config.vllm_server_timeout)
-        self.facts: ServerFacts | None = None
+        self.clients = list(clients) or [ServerClient(url, config.vllm_server_timeout) for url in config.server_urls]
+        self.facts: list[ServerFacts] | None = None  # one per server
         self.dtype = "float32"  # what the trainer computes in, known once connected
         self.directory: Path | None = None
         self._lock = -1  # open descriptor of the folder, while there is one
@@ -86,15 +90,14 @@ class SharedStorageSync:
         began = time.perf_counter()
         if self.facts is None:
             self.facts = self.ranks.rank_zero(lambda: self._connect(policy))
-        facts = self.facts
+        dtype, longest = getattr(torch, self.facts[0].dtype), min(facts.max_model_len for facts in self.facts)
         self.ranks.barrier()
         waited = time.perf_counter() - began
         every = self.config.weight_check_steps
         checks = every > 0 and self.pushes % every == 0
         # On every rank before any call: the forward of sharded parameters is a collective.
-        tokens = probe_tokens(self.tokenizer, policy.model.config.get_text_config().vocab_size)[: facts.max_model_len - 1]
+        tokens = probe_tokens(self.tokenizer, policy.model.config.get_text_config().vocab_size)[: longest - 1]
         expected = probe_logprobs(policy, tokens, self.ranks.device) if checks else None
-        dtype = getattr(torch, facts.dtype)
         state = dict(gathered_parameters(policy.model, dtype, keep=self.ranks.is_main))
         metrics = self.ranks.rank_zero(lambda: self._send(policy, state, version, tokens, expected))
         self.pushes += 1
@@ -113,24 +116,36 @@ class SharedStorageSync:
 
     # Rank 0 ----------------------------------------------------------------------------------------------------------
 
-    def _connect(self, policy: Policy) -> ServerFacts:
-        self.client.wait_healthy()
-        facts = self.client.facts()
+    def _each(self, work: Callable[[ServerClient], T]) -> list[T]:
+        """`work` for every server, at the same time; raises the first server's error, once all are done."""
+        if len(self.clients) == 1:
+            return [work(self.clients[0])]
+        with ThreadPoolExecutor(len(self.clients), thread_name_prefix="weight sync") as threads:
+            return list(threads.map(work, self.clients))
+
+    def _connect(self, policy: Policy) -> list[ServerFacts]:
+        ours = self.dtype = str(compute_dtype(self.config, self.ranks.device) or policy.model.dtype).removeprefix("torch.")
+        found = self._each(self._look)
+        types = {facts.dtype for facts in found}
+        if len(types) > 1:
+            served = ", ".join(f"{client.url}: {facts.dtype}" for client, facts in zip(self.clients, found, strict=True))
+            raise ServerCapabilityError(f"the servers compute in different types ({served}): serve all with --dtype {ours}")
+        if ours not in types:
+            logger.warning(
+                "the trainer computes in %s, the server in %s: serve with --dtype %s to have them agree", ours, *types, ours
+            )
+        # A trainer that died in mid-sync may have left a server paused.
+        self._each(lambda client: client.resume())
+        return found
+
+    def _look(self, client: ServerClient) -> ServerFacts:
+        client.wait_healthy()
+        facts = client.facts()
         if facts.weight_backend != BACKEND:
             raise ServerCapabilityError(
-                f"{self.client.url} was started with weight transfer {facts.weight_backend!r}; this run needs the flag "
+                f"{client.url} was started with weight transfer {facts.weight_backend!r}; this run needs the flag "
                 f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' (`loopwright serve MODEL` sets it)'
             )
-        ours = self.dtype = str(compute_dtype(self.config, self.ranks.device) or policy.model.dtype).removeprefix("torch.")
-        if ours != facts.dtype:
-            logger.warning(
-                "the trainer computes in %s, the server in %s: serve with --dtype %s to have them agree",
-                ours,
-                facts.dtype,
-                ours,
-            )
-        # A trainer that died in mid-sync may have left the server paused.
-        self.client.resume()
         return facts
 
     def _folder(self, needed: int) -> Path:
@@ -147,7 +162,8 @@ class SharedStorageSync:
             # Held until this process ends, however it ends: a folder that can be locked has no owner.
             self._lock = os.open(self.directory, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self.client.init_weight_transfer(str(self.directory))
+            folder = str(self.directory)
+            self._each(lambda client: client.init_weight_transfer(folder))
         return self.directory
 
     def _send(
@@ -160,77 +176,22 @@ class SharedStorageSync:
             path = self._folder(size) / f"policy-{version}.safetensors"
             save_file(state, path)
         except ServerError as error:
-            raise WeightSyncError(f"the server cannot read the weight folder: {error}") from error
+            raise WeightSyncError(f"a server cannot read the weight folder: {error}") from error
         except OSError as error:
             raise WeightSyncError(f"weights of version {version} could not be written: {error}") from error
         written = time.perf_counter() - began
         try:
-            paused, loaded = self._cycle_with_retry(path, version)
+            seconds = self._each(lambda client: update_with_retry(client, path, version))
         finally:
             path.unlink(missing_ok=True)
         metrics = {
-            "perf/weight_sync_pause_s": paused,
-            "perf/weight_sync_transfer_s": written + loaded,
+            "perf/weight_sync_pause_s": max(paused for paused, _ in seconds),
+            "perf/weight_sync_transfer_s": written + max(loaded for _, loaded in seconds),
             "perf/weight_sync_bytes": float(size),
         }
-        try:
-            return metrics | self._verify(version, tokens, expected)
-        except WeightSyncError:
-            raise
-        except ServerError as error:
-            raise WeightSyncError(f"version {version} could not be checked: {error}") from error
-
-    def _cycle_with_retry(self, path: Path, version: int) -> tuple[float, float]:
-        first = ""
-        for attempt in (1, 2):
-            try:
-                return self._cycle(path, version)
-            except ServerError as error:
-                if attempt == 2:
-                    raise WeightSyncError(f"{self.client.url} did not take policy version {version}, twice: {error}") from error
-                first = str(error)
-                logger.warning("weight sync to version %d failed, trying once more: %s", version, first)
-        raise AssertionError("unreachable: the loop returns or raises")
-
-    def _cycle(self, path: Path, version: int) -> tuple[float, float]:
-        """Seconds of the pause call and of start to finish. The server is resumed on every way out."""
-        began = time.perf_counter()
-        try:
-            self.client.pause()
-            paused = time.perf_counter() - began
-            self.client.start_update()
-            self.client.update(str(path))
-            self.client.finish_update(version)
-            loaded = time.perf_counter() - began - paused
-        finally:
-            self._resume()
-        return paused, loaded
-
-    def _resume(self) -> None:
-        """Tries a few times: a server left paused would serve nobody."""
-        for left in (2, 1, 0):
-            try:
-                self.client.resume()
-                return
-            except ServerError as error:
-                if not left:
-                    raise
-                logger.warning("resuming the server failed, trying again: %s", error)
-                time.sleep(1.0)
-
-    def _verify(self, version: int, tokens: np.ndarray, expected: np.ndarray | None) -> dict[str, float]:
-        served = self.client.weight_version()
-        if served != str(version):
-            raise WeightSyncError(f"{self.client.url} says it serves version {served!r} after a sync to {version}")
-        if expected is None:
-            return {}
-        difference = np.abs(self.client.prompt_logprobs(tokens, version) - expected)
-        assert self.facts is not None, "checked before the connection was made"
-        tolerance = max(PROBE_TOLERANCE[self.facts.dtype], PROBE_TOLERANCE[self.dtype])
-        if not difference.mean() <= tolerance:
-            raise WeightSyncError(
-                f"after the sync to version {version} the server's log-probabilities differ from the trainer's by "
-                f"{difference.mean():.4g} nats on average (largest {difference.max():.4g}, tolerance {tolerance:g}): it serves "
-                "other weights, another dtype or another model than the trainer holds"
-            )
-        return {"perf/weight_probe_abs_diff": float(difference.max())}
+        assert self.facts is not None, "sent before the connection was made"
+        tolerance = max(PROBE_TOLERANCE[self.facts[0].dtype], PROBE_TOLERANCE[self.dtype])
+        differences = self._each(lambda client: verify(client, version, tokens, expected, tolerance))
+        if expected is not None:
+            metrics["perf/weight_probe_abs_diff"] = max(difference for difference in differences if difference is not None)
+        return metrics

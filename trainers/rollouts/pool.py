@@ -1,0 +1,286 @@
+"""The student servers as one: where a conversation goes, what is tried again and where, and when it is over.
+
+    lease ─▶ least loaded usable server ─▶ turn ─▶ attempt ──────────────▶ TurnRecord
+                     ▲                               │ Retryable, old weights
+                     └──── the lease moves ◀─────────┘ to another usable server, else the same after a pause
+
+    every few seconds, each server: /metrics ─▶ its cap;  a server that failed: /health and its weights ─▶ usable again
+
+Invariants:
+- a conversation's turns stay on its server (prefix cache) as long as that server is usable;
+- a request has one time budget for all its tries and pauses; nothing below the pool retries;
+- a server whose weights are older than those it confirmed gets no request until it holds newer ones;
+- no usable server left: `ServerError`, at once if all have wrong weights, else after `unreachable_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from trainers.errors import ServerError
+from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.concurrency import AdaptiveCap
+from trainers.rollouts.protocol import PLAIN, RequestFailed, Retryable, SamplingForm
+from trainers.rollouts.student_server import StudentServer
+from trainers.types import TurnRecord
+
+logger = logging.getLogger(__name__)
+UNREACHABLE_S = 30.0
+LOOK_EVERY_S = 3.0
+LOOK_AGAIN_S = 0.5  # at a server that is not usable
+LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """What the engine must know of its servers."""
+
+    max_model_len: int  # the least of all servers'
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One conversation in flight, and the server it is on."""
+
+    server: StudentServer
+
+
+class ServerPool:
+    """Students that serve the same policy.
+
+    Args:
+        urls: of the servers, without `/v1`.
+        budget_s: seconds a request may take, all its tries and pauses together. One try takes at most half of it, so that
+            an answer that was lost leaves time for another.
+        ceiling: most rollouts in flight on all servers together.
+        on_retry: called once for every request that is sent again, with the cause.
+        form: what every request asks for beside its own temperature, length and seed.
+        unreachable_s: seconds without a usable server after which the run's servers count as gone.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        budget_s: float,
+        ceiling: int,
+        *,
+        on_retry: Callable[[str], None] = lambda cause: None,
+        form: SamplingForm = PLAIN,
+        first_pause_s: float = 0.5,
+        unreachable_s: float = UNREACHABLE_S,
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self.changed = asyncio.Event()  # set when a rollout ended or the cap moved; whoever waits clears it
+        self._servers = [
+            StudentServer(f"student-{index}", GenerateClient(url, form), AdaptiveCap(ceiling, None, 1))
+            for index, url in enumerate(urls)
+        ]
+        self._budget_s, self._ceiling, self._on_retry = budget_s, ceiling, on_retry
+        self._first_pause_s, self._unreachable_s, self._look_every_s = first_pause_s, unreachable_s, look_every_s
+        self._held: int | None = None  # the version asked for by the newest request
+        self._last_error: str | None = None
+        self._jitter = random.Random(0)
+        self._looks: list[asyncio.Task[None]] = []
+
+    async def open(self, wait_s: float) -> PoolFacts:
+        """Connect to every server, waiting up to `wait_s` for them, and begin to look at them.
+
+        Raises:
+            ServerError: one does not answer, or refuses the key.
+        """
+        facts = await asyncio.gather(*(server.client.open(wait_s) for server in self._servers))
+        shortest = min(fact.max_model_len for fact in facts)
+        for server, fact in zip(self._servers, facts, strict=True):
+            server.cap = AdaptiveCap(self._ceiling, fact.load.kv_tokens if fact.load else None, shortest)
+            server.note_load(fact.load)
+        if len({fact.max_model_len for fact in facts}) > 1:
+            logger.warning("the servers' max_model_len differ, the least is used: %s", [fact.max_model_len for fact in facts])
+        self._looks = [asyncio.create_task(self._look_at(server)) for server in self._servers]
+        return PoolFacts(shortest)
+
+    async def close(self) -> None:
+        for task in self._looks:
+            task.cancel()
+        await asyncio.gather(*self._looks, return_exceptions=True)
+        await asyncio.gather(*(server.client.close() for server in self._servers))
+
+    # Room
+
+    @property
+    def cap(self) -> float:
+        """Most rollouts in flight now."""
+        caps = [server.cap.value for server in self._usable() or self._servers]
+        return max(1.0, min(self._ceiling, sum(caps)))
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that hold a lease."""
+        return sum(server.rollouts for server in self._servers)
+
+    def room(self, rollouts: int) -> bool:
+        """Whether so many more may start. With nothing in flight any number may: one group always runs."""
+        return not self.in_flight or self.in_flight + rollouts <= self.cap
+
+    def lease(self) -> Lease:
+        """A place for one conversation, on the least loaded server. Give it back with `release`."""
+        server = self._least_loaded()
+        server.rollouts += 1
+        return Lease(server)
+
+    def release(self, lease: Lease, finished: bool = True) -> None:
+        """The conversation ended. `finished` false: it failed, which says nothing of what the server can take."""
+        server = lease.server
+        server.rollouts -= 1
+        if finished:
+            server.cap.finished(server.rollouts)
+        self.changed.set()
+
+    # Requests
+
+    async def turn(
+        self,
+        prompt_ids: np.ndarray,
+        *,
+        lease: Lease,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        version: Callable[[], int | None],
+    ) -> TurnRecord:
+        """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every try.
+        None: whatever weights they hold, under version 0 (evaluation).
+
+        Raises:
+            RequestFailed: refused, or out of budget.
+            ServerError: no server is left.
+        """
+        deadline = time.monotonic() + self._budget_s
+        pause_s, tries = self._first_pause_s, 0
+        failed: set[StudentServer] = set()  # since the last pause
+        while True:
+            self._held = version()
+            if not lease.server.usable:
+                self._require_a_server()
+                self._move(lease, self._least_loaded())
+            server = lease.server
+            limit_s = min(deadline - time.monotonic(), self._budget_s / 2)
+            try:
+                turn = await server.attempt(
+                    limit_s, prompt_ids, temperature=temperature, max_tokens=max_tokens, seed=seed, version=self._held
+                )
+                self._last_error = None
+                return turn
+            except Retryable as error:
+                self._last_error, cause = str(error), error.cause
+                server.failed(cause)
+            except ServerError as error:
+                self._last_error, cause = str(error), "old_weights"
+                self._set_aside(server, str(error))
+            self._require_a_server()
+            tries += 1
+            failed.add(server)
+            others = [other for other in self._usable() if other not in failed]
+            pause_now_s = 0.0 if others else pause_s * (0.75 + 0.5 * self._jitter.random())
+            if deadline - time.monotonic() <= pause_now_s:
+                raise RequestFailed(cause, f"{self._last_error} (given up after {tries} tries)")
+            self._on_retry(cause)
+            if others:
+                self._move(lease, min(others, key=lambda other: other.fullness))
+            else:
+                await asyncio.sleep(pause_now_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                failed.clear()
+
+    def _move(self, lease: Lease, server: StudentServer) -> None:
+        lease.server.rollouts -= 1
+        lease.server = server
+        server.rollouts += 1
+
+    def _least_loaded(self) -> StudentServer:
+        """Of the usable servers; where there is none, of those that may become usable again."""
+        waited_for = [server for server in self._servers if server.old_weights is None]
+        return min(self._usable() or waited_for or self._servers, key=lambda server: server.fullness)
+
+    def _usable(self) -> list[StudentServer]:
+        return [server for server in self._servers if server.usable]
+
+    # What becomes of a server
+
+    def _require_a_server(self) -> None:
+        """Raises `ServerError` when there is none left to wait for."""
+        troubles = [server.trouble for server in self._servers]
+        if all(server.old_weights is not None for server in self._servers):
+            raise ServerError("; ".join(troubles))
+        down = [server.down_since for server in self._servers if server.old_weights is None]
+        since = max((moment for moment in down if moment is not None), default=0.0)
+        if None not in down and time.monotonic() - since > self._unreachable_s:
+            raise ServerError("; ".join(troubles) + f" (last error: {self._last_error})")
+
+    def _set_aside(self, server: StudentServer, why: str) -> None:
+        if server.old_weights is None:
+            server.old_weights = why
+            if self._usable():
+                logger.warning("%s gets no more requests until its weights are right: %s", server.name, why)
+
+    async def _look_at(self, server: StudentServer) -> None:
+        """Follow one server for as long as the pool is open."""
+        while True:
+            await asyncio.sleep(self._look_every_s if server.usable else min(LOOK_AGAIN_S, self._look_every_s))
+            cap = self.cap
+            try:
+                await self._look_once(server)
+            except TimeoutError:
+                # A server that is merely busy answers late: it is only left if another can take its requests.
+                if server.unanswered() and any(other is not server for other in self._usable()):
+                    logger.warning("%s does not answer; its requests go elsewhere", server.name)
+                    server.failed("connection")
+                    server.abort_attempts()
+            except (aiohttp.ClientError, ConnectionError, ValueError, KeyError) as error:
+                logger.debug("%s: %r", server.name, error)
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    server.failed("connection")
+            if self.cap != cap:
+                self.changed.set()
+
+    async def _look_once(self, server: StudentServer) -> None:
+        if server.down_since is None and server.old_weights is None:
+            load = await server.client.load() if server.has_metrics else None
+            if load is None:
+                await server.client.healthy()
+            server.note_load(load)
+            server.cap.observe(load, server.rollouts)
+            return
+        if not await server.client.healthy():
+            return
+        version = await server.client.weight_version()
+        if version is not None and self._held is not None and not (version.isdecimal() and int(version) >= self._held):
+            self._set_aside(server, f"it serves weights {version!r} although it should hold version {self._held}")
+        elif server.old_weights is None or version is not None:
+            logger.info("%s is back", server.name)
+            server.old_weights = None
+        server.answered()
+
+    # For messages and metrics
+
+    @property
+    def trouble(self) -> str:
+        """The newest error, if no request has succeeded since; for messages."""
+        return f" (last error: {self._last_error})" if self._last_error else ""
+
+    def describe(self) -> str:
+        """The servers by name, with what is wrong with them."""
+        return ", ".join(server.client.base_url if server.usable else server.trouble for server in self._servers)
+
+    def gauges(self) -> dict[str, float]:
+        values = {"rollout/concurrency": float(self.in_flight), "rollout/concurrency_cap": self.cap}
+        for server in self._servers:
+            values |= server.gauges()
+        return values

@@ -1,0 +1,135 @@
+"""One server of a pool: its connections, its cap, and what is known of its state.
+
+A server is usable unless it is down (connections fail), rests (it answered several requests in a row with errors), or holds
+old weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.concurrency import AdaptiveCap
+from trainers.rollouts.protocol import Retryable
+from trainers.rollouts.server_load import ServerLoad
+from trainers.types import TurnRecord
+
+FAILURES_TO_REST = 3
+REST_S = 5.0
+LOOKS_TO_GIVE_UP = 3
+
+
+@dataclass(eq=False, slots=True)
+class StudentServer:
+    """`rollouts` counts the conversations on it. Times are monotonic seconds."""
+
+    name: str
+    client: GenerateClient
+    cap: AdaptiveCap
+    rollouts: int = 0
+    down_since: float | None = None
+    old_weights: str | None = None  # what showed that its weights are not those it confirmed
+    rests_until: float = 0.0
+    _failures: int = 0  # in a row
+    _unanswered: int = 0  # looks in a row
+    _load: ServerLoad | None = None
+    _loaded_at: float = 0.0
+    _tok_s: float = 0.0
+    _attempts: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def usable(self) -> bool:
+        return self.old_weights is None and self.down_since is None and time.monotonic() >= self.rests_until
+
+    @property
+    def fullness(self) -> float:
+        """Rollouts in flight as a share of the cap."""
+        return self.rollouts / self.cap.value
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.client.facts is not None and self.client.facts.load is not None
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it, for messages."""
+        label = f"{self.name} ({self.client.base_url})"
+        if self.old_weights is not None:
+            return f"{label} has lost its weights: {self.old_weights}"
+        if self.down_since is not None:
+            return f"{label} has been unreachable for {time.monotonic() - self.down_since:.0f} s"
+        return f"{label} answers with errors"
+
+    # Requests
+
+    async def attempt(self, limit_s: float, prompt_ids: Any, **request: Any) -> TurnRecord:
+        """`GenerateClient.attempt`, within `limit_s` seconds. Raises `Retryable` with cause `timeout` after that."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                self._attempts.add(scope)
+                try:
+                    turn = await self.client.attempt(prompt_ids, **request)
+                finally:
+                    self._attempts.discard(scope)
+        except TimeoutError as error:
+            waited_s = time.monotonic() - began
+            raise Retryable("timeout", f"{self.client.base_url}: no answer within {waited_s:.1f} s") from error
+        self.answered()
+        return turn
+
+    def abort_attempts(self) -> None:
+        """What is in flight ends as a timeout, and is tried elsewhere."""
+        for scope in self._attempts:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    # State
+
+    def answered(self) -> None:
+        """It does what it should."""
+        self.down_since, self.rests_until = None, 0.0
+        self._failures = self._unanswered = 0
+
+    def failed(self, cause: str) -> None:
+        """A request failed in a way that another server might not."""
+        if cause == "connection":
+            self.down_since = self.down_since or time.monotonic()
+            return
+        if cause != "timeout":
+            self.down_since = None  # it answered, if not well
+        self._failures += 1
+        if self._failures >= FAILURES_TO_REST:
+            self.rests_until = time.monotonic() + REST_S
+
+    def unanswered(self) -> bool:
+        """A look at it got no answer. Whether that is so for good."""
+        self._unanswered += 1
+        return self._unanswered >= LOOKS_TO_GIVE_UP
+
+    # Load
+
+    def note_load(self, load: ServerLoad | None) -> None:
+        """A look at it succeeded."""
+        now = time.monotonic()
+        if load is not None and self._load is not None and now > self._loaded_at:
+            # Less than before: it was restarted.
+            self._tok_s = max(0.0, load.generated_tokens - self._load.generated_tokens) / (now - self._loaded_at)
+        self._load, self._loaded_at, self._unanswered = load, now, 0
+
+    def gauges(self) -> dict[str, float]:
+        """Catalog metrics; only the cap where it has no `/metrics`."""
+        prefix = f"server/{self.name}/"
+        values = {prefix + "concurrency_cap": self.cap.value}
+        if self._load is not None:
+            values |= {
+                prefix + "kv_cache_usage": self._load.kv_cache_usage,
+                prefix + "running": self._load.running,
+                prefix + "waiting": self._load.waiting,
+                prefix + "preemptions_total": self._load.preemptions,
+                prefix + "generated_tok_s": self._tok_s,
+            }
+        return values
