@@ -8,14 +8,8 @@ import numpy as np
 import torch
 
 from trainers.attention.layout import PackedLayout
+from trainers.head import Candidates
 from trainers.types import PackedRow
-
-
-def empty_row() -> PackedRow:
-    """A row without a token: what fills a partial micro-batch."""
-    none = np.empty(0, np.int32)
-    floats = np.empty(0, np.float32)
-    return PackedRow(none, none, np.zeros(1, np.int32), none, none, floats, floats, none)
 
 
 @dataclass(slots=True)
@@ -33,6 +27,9 @@ class PackedBatch:
     sampler_logprobs: torch.Tensor  # float [N]
     advantages: torch.Tensor  # float [N]
     sequence_index: torch.Tensor  # int64 [N]
+    top_ids: torch.Tensor  # int64 [N, K]
+    top_logprobs: torch.Tensor  # float [N, K], the sampler's
+    candidates: Candidates | None  # None: every token was sampled among the whole vocabulary
     terms: int
 
     @classmethod
@@ -48,6 +45,15 @@ class PackedBatch:
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
+        candidates = None
+        counts = row.candidate_counts
+        if len(counts):
+            candidates = Candidates(
+                ids=move(row.candidate_ids, torch.int64),
+                owner=move(np.repeat(np.arange(len(counts)), counts), torch.int64),
+                limited=move(counts > 0, torch.bool),
+                offsets=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
+            )
         return cls(
             input_ids=move(row.input_ids, torch.int64).unsqueeze(0),
             position_ids=move(row.position_ids, torch.int64).unsqueeze(0),
@@ -57,5 +63,8 @@ class PackedBatch:
             sampler_logprobs=move(row.sampler_logprobs, dtype),
             advantages=move(row.advantages, dtype),
             sequence_index=move(row.sequence_index, torch.int64),
+            top_ids=move(row.top_ids, torch.int64),
+            top_logprobs=move(row.top_logprobs, dtype),
+            candidates=candidates,
             terms=len(row.targets),
         )

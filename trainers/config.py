@@ -284,8 +284,8 @@ class AsyncTrainerConfig(TrainerConfig):
         cause = "top_p" if self.top_p < 1 else "min_p" if self.min_p else None
         if cause is not None and not self.top_k:
             raise ValueError(
-                f"{cause} needs top_k: the server returns the tokens that each one was sampled among, and only top_k bounds how "
-                "many those are: set top_k too (50, say), or sample among all tokens"
+                f"{cause} needs top_k: the server returns the tokens that each one was sampled among, and only top_k bounds "
+                "how many those are: set top_k too (50, say), or sample among all tokens"
             )
         return self
 
@@ -361,8 +361,8 @@ class GRPOConfig(AsyncTrainerConfig):
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if not low <= 1 <= high:
             raise ValueError(
-                f"vllm_importance_sampling_clip_min={low:g} and vllm_importance_sampling_clip_max={high:g} would mask every token "
-                "of an up-to-date sampler: the first must be at most 1, the second at least 1"
+                f"vllm_importance_sampling_clip_min={low:g} and vllm_importance_sampling_clip_max={high:g} would mask every "
+                "token of an up-to-date sampler: the first must be at most 1, the second at least 1"
             )
         return self
 

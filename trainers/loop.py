@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from trainers.algorithms import Algorithm, LossInputs
 from trainers.batch import PackedBatch
 from trainers.callbacks import Callbacks, MetricSink, Patience, PrintSink
 from trainers.checkpoint import Checkpointer
+from trainers.completions_table import print_completions
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks
 from trainers.errors import CheckpointError, ConfigError, DivergenceError
@@ -110,6 +112,7 @@ class TrainLoop:
         self.last_logged = 0
         self.info: SourceInfo | None = None
         self._last_values: dict[str, float] = {}
+        self._completions: list[dict[str, Any]] = []  # to print, of the newest step that sent any
 
     # One run ---------------------------------------------------------------------------------------------------------
 
@@ -311,8 +314,9 @@ class TrainLoop:
         held_back = step.metrics.get("rollout/backpressure_s", (0.0, 1.0))[0]
         self.sink.bottleneck(step.index, perf.bottleneck(seconds, times.get("rollout_wait", 0.0), held_back))
         rows = self.source.drain_rollouts()
-        if rows:
-            self.sink.rollouts(step.index, rows)
+        self._completions = [row for row in rows if "trace" not in row] or self._completions
+        if kept := [row for row in rows if "trace" in row]:
+            self.sink.rollouts(step.index, kept)
 
     def _log(self) -> None:
         pairs = self.window.reduce()
@@ -328,6 +332,9 @@ class TrainLoop:
         state.log_history.append({**values, "step": state.global_step, "epoch": state.epoch})
         if self.ranks.is_main:
             self.sink.log(state.global_step, values)
+            if self._completions:
+                print_completions(self._completions, sys.stdout)
+                self._completions = []
         self.callbacks.fire("on_log", logs=dict(values))
 
     def _drain_bag(self) -> dict[str, float]:
@@ -364,4 +371,4 @@ class TrainLoop:
 
 def _no_terms() -> LossInputs:
     none = torch.empty(0)
-    return LossInputs(none, none, none.bool(), none, none, none.long())
+    return LossInputs(none, none, none.bool(), none, none, none.long(), none.view(0, 0), none.view(0, 0))

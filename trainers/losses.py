@@ -6,19 +6,21 @@ import torch
 
 from trainers.algorithms import LossInputs, LossOutput
 from trainers.batch import PackedBatch
+from trainers.head import HeadOutputs
 from trainers.types import StepTotals
 
 
-def loss_inputs(outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], batch: PackedBatch) -> LossInputs:
+def loss_inputs(outputs: HeadOutputs, batch: PackedBatch) -> LossInputs:
     """The model's per-term outputs and the row's per-term data, side by side."""
-    logprobs, entropy, argmax_hit = outputs
     return LossInputs(
-        logprobs=logprobs,
-        entropy=entropy,
-        argmax_hit=argmax_hit,
+        logprobs=outputs.logprobs,
+        entropy=outputs.entropy,
+        argmax_hit=outputs.argmax_hit,
         sampler_logprobs=batch.sampler_logprobs,
         advantages=batch.advantages,
         sequence_index=batch.sequence_index,
+        top_logprobs=outputs.top_logprobs,
+        sampler_top_logprobs=batch.top_logprobs,
     )
 
 

@@ -126,7 +126,7 @@ CATALOG: dict[str, MetricSpec] = {
             ("env/reset_s", "s", "mean", "time of an environment's reset"),
             ("env/step_s", "s", "mean", "time of a call of an environment's method"),
             ("env/reward_s", "s", "mean", "time of an environment's get_reward"),
-            ("sampling/masked_mean", "1", "mean", "trained tokens outside the bounds of the ratio to the sampler"),
+            ("sampling/masked_mean", "1", "mean", "trained tokens of weight 0: ratio to the sampler out of bounds, or clipped"),
             ("sampling/sampler_mass", "1", "mean", "probability the sampler's top tokens cover"),
             ("sampling/ratio_outside_frac", "1", "mean", "trained tokens whose ratio to the sampler is outside the bounds"),
             ("server/<name>/kv_cache_usage", "1", "last", "used share of a server's KV cache"),

@@ -1,6 +1,6 @@
 """The policy: a transformers causal language model run on packed rows, head computed at trained positions only.
 
-PackedBatch ─▶ base model (packed attention) ─▶ hidden [T, H] ─▶ select token_index ─▶ head ─▶ logprobs, entropy, argmax_hit [N]
+PackedBatch ─▶ base model (packed attention) ─▶ hidden [T, H] ─▶ select token_index ─▶ head ─▶ per-term outputs [N]
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from trainers.batch import PackedBatch
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks, full, shard
 from trainers.errors import ConfigError
-from trainers.head import token_logprobs
+from trainers.head import HeadOutputs, token_logprobs
+from trainers.packing import pack_row
 from trainers.references import resolve
-from trainers.types import PackedRow
+from trainers.types import PackedRow, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
 
-    def forward(self, batch: PackedBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """logprobs [N] (with gradient), entropy [N], argmax_hit [N]; N may be 0."""
+    def forward(self, batch: PackedBatch, temperature: float | None = None) -> HeadOutputs:
+        """The head's outputs for the batch's loss terms, its `top_ids` and candidate sets; N may be 0."""
         base = self.model.base_model
         hidden = base(
             input_ids=batch.input_ids,
@@ -53,6 +54,8 @@ class Policy(nn.Module):
             bias=head.bias,
             temperature=self.temperature if temperature is None else temperature,
             softcap=self.softcap,
+            top_ids=batch.top_ids,
+            candidates=batch.candidates,
         )
 
 
@@ -127,18 +130,9 @@ def _check_head(policy: Policy, device: torch.device) -> None:
 
 def probe_row(tokens: np.ndarray) -> PackedRow:
     """One sequence whose every token but the first is a loss term; advantages and sampler logprobs 0."""
-    terms = len(tokens) - 1
-    zeros = np.zeros(terms, np.float32)
-    return PackedRow(
-        input_ids=tokens.astype(np.int32),
-        position_ids=np.arange(len(tokens), dtype=np.int32),
-        cu_seqlens=np.array([0, len(tokens)], np.int32),
-        token_index=np.arange(terms, dtype=np.int32),
-        targets=tokens[1:].astype(np.int32),
-        sampler_logprobs=zeros,
-        advantages=zeros,
-        sequence_index=np.zeros(terms, np.int32),
-    )
+    mask = np.arange(len(tokens)) > 0
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    return pack_row([Sample("probe", tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), 0.0, 0, 0, versions)])
 
 
 @torch.no_grad()

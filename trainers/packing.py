@@ -14,13 +14,19 @@ import numpy as np
 from trainers.types import PackedRow, Sample, Step, StepPlan, StepTotals
 
 
-def pack_row(samples: Sequence[Sample]) -> PackedRow:
-    """One row of samples, in order. No samples: the empty row (T = 0, N = 0)."""
+def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
+    """One row of samples, in order. No samples: the empty row (T = 0, N = 0).
+
+    Args:
+        top_k: K of the row's `top_ids`, the same for all rows of a step; None: what these samples need.
+    """
+    top_k = top_width(samples) if top_k is None else top_k
     lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     if not samples:
         ids, reals = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return PackedRow(ids, ids, cu_seqlens, ids, ids, reals, reals, ids)
+        tops = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+        return PackedRow(ids, ids, cu_seqlens, ids, ids, reals, reals, ids, *tops, ids, ids)
     input_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int32, copy=False)
     mask = np.concatenate([sample.loss_mask for sample in samples])
     assert not mask[cu_seqlens[:-1]].any(), "the first token of a sequence cannot be trained: nothing predicts it"
@@ -28,6 +34,8 @@ def pack_row(samples: Sequence[Sample]) -> PackedRow:
     where = np.flatnonzero(mask)
     logprobs = np.concatenate([sample.sampler_logprobs for sample in samples])
     advantages = np.array([sample.advantage for sample in samples], dtype=np.float32)
+    top_ids, top_logprobs = _tops(samples, len(where), top_k)
+    candidate_ids, candidate_counts = _candidates(samples)
     return PackedRow(
         input_ids=input_ids,
         position_ids=(np.arange(len(input_ids)) - np.repeat(cu_seqlens[:-1], lengths)).astype(np.int32),
@@ -37,14 +45,51 @@ def pack_row(samples: Sequence[Sample]) -> PackedRow:
         sampler_logprobs=logprobs[where].astype(np.float32, copy=False),
         advantages=advantages[owner[where]],
         sequence_index=owner[where],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        candidate_ids=candidate_ids,
+        candidate_counts=candidate_counts,
     )
+
+
+def top_width(samples: Sequence[Sample]) -> int:
+    """The largest K among the samples' `top_ids`; 0 if none has any."""
+    return max((sample.top_ids.shape[1] for sample in samples if sample.top_ids is not None), default=0)
+
+
+def _tops(samples: Sequence[Sample], terms: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """`top_ids` and `top_logprobs` [terms, top_k] of a row; a sample without them, or with fewer, is filled up with "none"."""
+    ids = np.full((terms, top_k), -1, np.int32)
+    logprobs = np.full((terms, top_k), -np.inf, np.float32)
+    start = 0
+    for sample in samples if top_k else ():
+        stop = start + sample.trained_tokens
+        if sample.top_ids is not None and sample.top_logprobs is not None:
+            width = sample.top_ids.shape[1]
+            ids[start:stop, :width], logprobs[start:stop, :width] = sample.top_ids, sample.top_logprobs
+        start = stop
+    return ids, logprobs
+
+
+def _candidates(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """`candidate_ids` and `candidate_counts` of a row; a sample without them was sampled among the whole vocabulary."""
+    none = np.zeros(0, np.int32)
+    if all(sample.candidate_ids is None for sample in samples):
+        return none, none
+    ids = [none if sample.candidate_ids is None else sample.candidate_ids for sample in samples]
+    counts = [
+        np.zeros(sample.trained_tokens, np.int32) if sample.candidate_counts is None else sample.candidate_counts
+        for sample in samples
+    ]
+    return np.concatenate(ids), np.concatenate(counts)
 
 
 def pack_step(index: int, plan: StepPlan, samples: Sequence[Sample], metrics: dict[str, tuple[float, float]]) -> Step:
     """A planned step with its rows packed and counted."""
+    top_k = top_width(samples)
     return Step(
         index=index,
-        rows=[[pack_row([samples[i] for i in row]) for row in microbatch] for microbatch in plan.rows],
+        rows=[[pack_row([samples[i] for i in row], top_k) for row in microbatch] for microbatch in plan.rows],
         totals=StepTotals(
             tokens=sum(sample.trained_tokens for sample in samples),
             sequences=len(samples),

@@ -32,6 +32,7 @@ class Prompt:
     messages: list[Message]
     columns: dict[str, Any]  # the row's other columns: keyword arguments of reward functions
     token_ids: np.ndarray  # int32 [P], the chat template's rendering with the generation prompt
+    data: dict[str, Any] = field(default_factory=dict)  # the whole dataset row, the prompt column included
 
     @property
     def id(self) -> str:
@@ -148,6 +149,13 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         return int(self.loss_mask.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays = (self.token_ids, self.loss_mask, self.sampler_logprobs, self.versions)
+        asked_for = (self.top_ids, self.top_logprobs, self.candidate_ids, self.candidate_counts)
+        return sum(array.nbytes for array in arrays) + sum(array.nbytes for array in asked_for if array is not None)
 
 
 @dataclass(slots=True)

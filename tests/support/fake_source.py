@@ -14,8 +14,8 @@ from trainers.step_source import STATE_FILE, SourceInfo
 from trainers.types import Sample, Step, StepPlan
 
 
-def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest: int = 12) -> list[Sample]:
-    """`count` samples of ragged lengths with advantages and sampler logprobs near a uniform policy's."""
+def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest: int = 12, top_k: int = 3) -> list[Sample]:
+    """`count` samples of ragged lengths with advantages, sampler and top logprobs near a uniform policy's."""
     rng = np.random.default_rng([seed, step])
     samples = []
     for i in range(count):
@@ -25,7 +25,11 @@ def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest:
         logprobs = np.where(mask, -np.log(vocab) + rng.normal(0, 0.3, length), 0).astype(np.float32)
         tokens = rng.integers(0, vocab, length).astype(np.int32)
         versions = np.where(mask, 0, -1).astype(np.int32)
-        samples.append(Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0, versions))
+        sample = Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0, versions)
+        sample.top_ids = np.stack([rng.permutation(vocab)[:top_k] for _ in range(mask.sum())]).astype(np.int32)
+        spread = rng.normal(0, 0.3, sample.top_ids.shape)
+        sample.top_logprobs = -np.sort(np.log(vocab) + spread, 1).astype(np.float32)
+        samples.append(sample)
     return samples
 
 

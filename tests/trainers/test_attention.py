@@ -11,7 +11,7 @@ from tests.support.policies import grpo_config, tiny_policy
 from tests.support.tiny_model import build_model
 from trainers import attention
 from trainers.attention import PackedLayout, reference
-from trainers.batch import PackedBatch, empty_row
+from trainers.batch import PackedBatch
 from trainers.errors import ConfigError
 from trainers.packing import pack_row
 
@@ -57,10 +57,10 @@ def test_a_segment_does_not_see_its_neighbours():
 
 def test_an_empty_row_gives_a_zero_gradient_to_every_parameter():
     policy = tiny_policy()
-    batch = PackedBatch.from_row(empty_row(), CPU)
-    logprobs, entropy, hit = policy(batch)
-    assert batch.terms == len(logprobs) == len(entropy) == len(hit) == 0
-    logprobs.sum().backward()
+    batch = PackedBatch.from_row(pack_row([]), CPU)
+    outputs = policy(batch)
+    assert batch.terms == 0 and all(len(output) == 0 for output in outputs)
+    outputs.logprobs.sum().backward()
     for name, parameter in policy.model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
 

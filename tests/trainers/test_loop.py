@@ -289,8 +289,9 @@ def test_flops_by_hand():
     from trainers.types import PackedRow, Step, StepTotals
 
     policy = tiny_policy()
-    ids, reals = np.zeros(5, np.int32), np.zeros(4, np.float32)
-    row = PackedRow(ids, ids, np.array([0, 2, 5], np.int32), ids[:4], ids[:4], reals, reals, ids[:4])
+    ids, reals, tops = np.zeros(5, np.int32), np.zeros(4, np.float32), np.zeros((4, 0), np.int32)
+    terms = (ids[:4], ids[:4], reals, reals, ids[:4])
+    row = PackedRow(ids, ids, np.array([0, 2, 5], np.int32), *terms, tops, tops.astype(np.float32), ids[:0], ids[:0])
     step = Step(1, [[row]], StepTotals(4, 2, 1, 5), {})
     parameters = sum(p.numel() for p in policy.model.parameters())
     expected = 6 * (parameters - 64 * 64) * 5 + 6 * 64 * 64 * 4 + 6 * 2 * 64 * (4 + 9)

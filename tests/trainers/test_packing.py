@@ -14,6 +14,15 @@ from trainers.types import PackedRow, Sample, StepPlan
 def samples(draw: st.DrawFn) -> Sample:
     length = draw(st.integers(1, 8))
     mask = np.array([False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))], bool)
+    trained = int(mask.sum())
+    sampler: dict[str, np.ndarray] = {}
+    if width := draw(st.integers(0, 3)):
+        sampler["top_ids"] = np.arange(trained * width, dtype=np.int32).reshape(trained, width)
+        sampler["top_logprobs"] = -sampler["top_ids"].astype(np.float32)
+    if draw(st.booleans()):
+        counts = draw(st.lists(st.integers(0, 4), min_size=trained, max_size=trained))
+        sampler["candidate_counts"] = np.array(counts, np.int32)
+        sampler["candidate_ids"] = np.arange(sum(counts), dtype=np.int32)
     return Sample(
         group=f"0:{draw(st.integers(0, 3))}",
         token_ids=np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)), np.int32),
@@ -23,7 +32,22 @@ def samples(draw: st.DrawFn) -> Sample:
         version_min=0,
         version_max=0,
         versions=np.where(mask, 0, -1).astype(np.int32),
+        **sampler,
     )
+
+
+def sampler_terms(sample: Sample, width: int) -> list[tuple[list[int], list[float], list[int]]]:
+    """Per trained token: top ids and logprobs filled up to `width`, candidates."""
+    ids = [[]] * sample.trained_tokens if sample.top_ids is None else sample.top_ids.tolist()
+    logprobs = [[]] * sample.trained_tokens if sample.top_logprobs is None else sample.top_logprobs.tolist()
+    left = [] if sample.candidate_ids is None else sample.candidate_ids.tolist()
+    counts = [0] * sample.trained_tokens if sample.candidate_counts is None else sample.candidate_counts.tolist()
+    terms = []
+    for i, count in enumerate(counts):
+        fill = width - len(ids[i])
+        terms.append((ids[i] + [-1] * fill, logprobs[i] + [-np.inf] * fill, left[:count]))
+        left = left[count:]
+    return terms
 
 
 @given(st.lists(samples(), max_size=5))
@@ -41,7 +65,15 @@ def test_a_row_is_its_samples_end_to_end(row_samples: list[Sample]) -> None:
     assert row.input_ids.tolist() == ids and row.position_ids.tolist() == positions and row.cu_seqlens.tolist() == starts
     got = zip(row.token_index, row.targets, row.sampler_logprobs, row.advantages, row.sequence_index, strict=True)
     assert list(got) == terms
-    assert [getattr(row, name).dtype for name in PackedRow.FIELDS] == [np.int32] * 5 + [np.float32] * 2 + [np.int32]
+    reals = ("sampler_logprobs", "advantages", "top_logprobs")
+    assert all(getattr(row, name).dtype == (np.float32 if name in reals else np.int32) for name in PackedRow.FIELDS)
+    width = row.top_ids.shape[1]
+    assert width == max((sample.top_ids.shape[1] for sample in row_samples if sample.top_ids is not None), default=0)
+    counts = row.candidate_counts if len(row.candidate_counts) else np.zeros(len(terms), np.int32)
+    assert len(row.candidate_counts) in (0, len(terms))
+    candidates = np.split(row.candidate_ids, np.cumsum(counts)[:-1]) if len(counts) else []
+    sampled = zip(row.top_ids.tolist(), row.top_logprobs.tolist(), [ids.tolist() for ids in candidates], strict=True)
+    assert list(sampled) == [term for sample in row_samples for term in sampler_terms(sample, width)]
 
 
 @given(st.lists(samples(), min_size=1, max_size=6), st.integers(1, 2), st.integers(1, 3))

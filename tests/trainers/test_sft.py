@@ -17,7 +17,9 @@ def test_loss_is_the_summed_negative_log_likelihood():
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     nothing = torch.zeros(3)
     hits = torch.tensor([True, False, True])
-    output = ALGORITHM.loss(LossInputs(logprobs, nothing, hits, nothing, nothing, torch.zeros(3, dtype=torch.long)))
+    output = ALGORITHM.loss(
+        LossInputs(logprobs, nothing, hits, nothing, nothing, torch.zeros(3, dtype=torch.long), *[nothing.view(3, 1)] * 2)
+    )
     loss, denominator = output.losses[0]
     assert (loss.item(), denominator) == (3.5, "tokens")
     numerator, count = output.metrics["token_accuracy"]

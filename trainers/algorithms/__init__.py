@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from trainers.types import Prompt, RolloutGroup, Sample
 
@@ -27,12 +27,19 @@ class GenerationRequest:
     max_tokens: int
 
 
+class SamplerNeeds(NamedTuple):
+    """What an objective must know of the sampler beside the sampled tokens' log-probabilities."""
+
+    top_logprobs: int = 0  # its K most likely tokens at every position; 0: none
+    candidates: bool = False  # the ids that every token was sampled among
+
+
 @dataclass(slots=True)
 class LossInputs:
     """Per-term tensors of one row; all have shape [N] unless said.
 
-    `logprobs` (natural log at the sampling temperature) carries the gradient; `entropy` and `argmax_hit` are detached unless
-    an objective needs them.
+    `logprobs` and `top_logprobs` (natural log at the sampling temperature, over the candidate set where there is one) carry the
+    gradient; `entropy` and `argmax_hit` are detached unless an objective needs them.
     """
 
     logprobs: torch.Tensor
@@ -41,6 +48,8 @@ class LossInputs:
     sampler_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_index: torch.Tensor  # int64
+    top_logprobs: torch.Tensor  # [N, K], the policy's, of the sampler's K most likely ids
+    sampler_top_logprobs: torch.Tensor  # [N, K], the sampler's; −inf: none
 
 
 @dataclass(slots=True)
@@ -58,6 +67,7 @@ class Algorithm(Protocol):
     generates: bool  # False: a dataset row is a finished rollout
 
     def __init__(self, config: Any) -> None: ...
+    def sampler_needs(self) -> SamplerNeeds: ...
     def requests(self, prompt: Prompt) -> list[GenerationRequest]: ...
     def advantages(self, group: RolloutGroup) -> Any: ...
     def keep(self, group: RolloutGroup) -> str | None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainers.algorithms import GenerationRequest, LossInputs, LossOutput
+from trainers.algorithms import GenerationRequest, LossInputs, LossOutput, SamplerNeeds
 from trainers.algorithms.sequences import group_samples
 from trainers.config import GRPOConfig
 from trainers.types import Prompt, RolloutGroup, Sample
 
 
 class GRPO:
-    """Advantage (R − mean) / (population std + 1e-8) over the group's scorable rollouts; clipped importance ratio."""
+    """Advantage (R − mean) / (population std + 1e-8) over the group's scorable rollouts; clipped ratio, scores centered."""
 
     name = "grpo"
     generates = True
@@ -22,6 +22,10 @@ class GRPO:
         self.config = config
         self.low = 1 - config.epsilon
         self.high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+
+    def sampler_needs(self) -> SamplerNeeds:
+        tops = self.config.num_sampler_logprobs if self.config.score_centering else 0
+        return SamplerNeeds(tops, self.config.restricts_sampling)
 
     def requests(self, prompt: Prompt) -> list[GenerationRequest]:
         return [GenerationRequest(self.config.temperature, self.config.max_completion_length)] * self.config.num_generations
@@ -42,32 +46,16 @@ class GRPO:
         return "zero_variance" if len(scored) < 2 or scored.max() == scored.min() else None
 
     def samples(self, group: RolloutGroup) -> list[Sample]:
-        return group_samples(group)
+        return group_samples(group, self.config.fork_threshold_tokens)
 
     def step(self, samples: Sequence[Sample]) -> None:
         """Advantages are final within their group."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """−min(r A, clip(r, 1−ε, 1+ε_high) A), summed; divided by the step's trained tokens."""
-        import torch
+        """The centered loss, or the clipped one without `score_centering`; divided by the step's trained tokens."""
+        from trainers.policy_losses import Bounds, centered_loss, clipped_loss, ratio_metrics
 
-        advantages = inputs.advantages
-        log_ratio = inputs.logprobs - inputs.sampler_logprobs
-        ratio = log_ratio.exp()
-        loss = -torch.minimum(ratio * advantages, ratio.clamp(self.low, self.high) * advantages).sum()
-
-        with torch.no_grad():
-            count = float(ratio.numel())
-            low = ((ratio < self.low) & (advantages < 0)).sum()
-            high = ((ratio > self.high) & (advantages > 0)).sum()
-            metrics: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {
-                "ratio": (ratio.sum(), count),
-                "kl": (((ratio - 1) - log_ratio).sum(), count),
-                "entropy": (inputs.entropy.sum(), count),
-                "clip_ratio/low_mean": (low, count),
-                "clip_ratio/high_mean": (high, count),
-                "clip_ratio/region_mean": (low + high, count),
-                "clip_ratio/low_min": (low / max(count, 1), 1.0),
-                "clip_ratio/high_max": (high / max(count, 1), 1.0),
-            }
-        return LossOutput([(loss, "tokens")], metrics)
+        config = self.config
+        bounds = Bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, self.low, self.high)
+        loss, metrics = centered_loss(inputs, bounds) if config.score_centering else (clipped_loss(inputs, bounds), {})
+        return LossOutput([(loss, "tokens")], metrics | ratio_metrics(inputs, bounds))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainers.algorithms import GenerationRequest, LossInputs, LossOutput
+from trainers.algorithms import GenerationRequest, LossInputs, LossOutput, SamplerNeeds
 from trainers.algorithms.sequences import group_samples
 from trainers.config import SFTConfig
 from trainers.types import Prompt, RolloutGroup, Sample
@@ -20,6 +20,9 @@ class SFT:
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
+
+    def sampler_needs(self) -> SamplerNeeds:
+        return SamplerNeeds()
 
     def requests(self, prompt: Prompt) -> list[GenerationRequest]:
         """Nothing is generated."""

@@ -1,0 +1,97 @@
+"""Policy losses over one row's terms, as sums: what they are divided by is the objective's to say.
+
+p = π is the policy, q the sampler, r = π/q a sampled token's ratio, A its advantage. Everything is over one distribution: where
+a token was sampled among a candidate set, p and q are both renormalised over it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from trainers.algorithms import LossInputs
+
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
+
+_TAIL_FLOOR = 1e-6  # policy mass off H below which rounding decides
+
+
+class Bounds(NamedTuple):
+    """Of a ratio: a term is masked outside `low` … `high`, and clipped beyond `clip_low` for A < 0, `clip_high` for A > 0."""
+
+    low: float
+    high: float
+    clip_low: float
+    clip_high: float
+
+
+def clipped_loss(inputs: LossInputs, bounds: Bounds) -> torch.Tensor:
+    """Σ −min(r A, clip(r, clip_low, clip_high) A) (arXiv:1707.06347)."""
+    ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
+    clipped = ratio.clamp(bounds.clip_low, bounds.clip_high)
+    return -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages).sum()
+
+
+def centered_loss(inputs: LossInputs, bounds: Bounds) -> tuple[torch.Tensor, Metrics]:
+    """Σ −A·sg(r·gate(r))·log π + A·C: masked importance weights with the sampler's expected score taken off.
+
+    Under q the expected score E[w ∇log π] of masked weights is not zero, so every update would move the policy whatever the
+    rewards. Known of q are the sampled token and H, the likeliest tokens; the rest of the vocabulary is taken to differ by one
+    factor, q = ρ p. Then the expected score is the gradient of C = Σ_H sg(m − α p) log p, with
+
+    - gate(x) = 1 if low ≤ x ≤ high and x is not clipped for the sign of A, else 0;
+    - m = p·gate(p/q) on H;
+    - α = gate(1/ρ), 0 if ρ = 0; ρ = (1 − Σ_H q) / max(1 − Σ_H p, 1e-6).
+
+    A masked term stays a term of whatever the sum is divided by.
+    """
+    advantages = inputs.advantages
+    up, down = advantages > 0, advantages < 0
+
+    def gate(ratio: torch.Tensor) -> torch.Tensor:
+        """For ratios [N, …]."""
+        shape = (-1, *[1] * (ratio.dim() - 1))
+        clipped = (up.view(shape) & (ratio > bounds.clip_high)) | (down.view(shape) & (ratio < bounds.clip_low))
+        return (ratio >= bounds.low) & (ratio <= bounds.high) & ~clipped
+
+    # An id that is none, or that is no candidate, has −inf on either side and takes no part: 0 · −inf would be not a number.
+    known = inputs.sampler_top_logprobs.isfinite() & inputs.top_logprobs.isfinite()
+    log_p = torch.where(known, inputs.top_logprobs, 0.0)
+    with torch.no_grad():
+        ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
+        kept = gate(ratio)
+        weight = torch.where(kept, ratio, 0.0)
+        log_q = torch.where(known, inputs.sampler_top_logprobs, 0.0)
+        p, q = torch.where(known, log_p.exp(), 0.0), torch.where(known, log_q.exp(), 0.0)
+        sampler_mass = q.sum(-1)
+        rho = (1 - sampler_mass).clamp_min(0) / (1 - p.sum(-1)).clamp_min(_TAIL_FLOOR)
+        alpha = gate(1 / rho) & (rho > 0)
+        center = p * gate((log_p - log_q).exp()) - p * alpha[:, None]
+        outside = (ratio < bounds.low) | (ratio > bounds.high)
+        count = float(ratio.numel())
+        metrics: Metrics = {
+            "sampling/masked_mean": ((~kept).sum(), count),
+            "sampling/ratio_outside_frac": (outside.sum(), count),
+            "sampling/sampler_mass": (sampler_mass.sum(), count),
+        }
+    return (advantages * ((center * log_p).sum(-1) - weight * inputs.logprobs)).sum(), metrics
+
+
+@torch.no_grad()
+def ratio_metrics(inputs: LossInputs, bounds: Bounds) -> Metrics:
+    """Ratio, divergence from the sampler, entropy, and what the clipped loss clips."""
+    log_ratio = inputs.logprobs - inputs.sampler_logprobs
+    ratio, count = log_ratio.exp(), float(log_ratio.numel())
+    low = ((ratio < bounds.clip_low) & (inputs.advantages < 0)).sum()
+    high = ((ratio > bounds.clip_high) & (inputs.advantages > 0)).sum()
+    return {
+        "ratio": (ratio.sum(), count),
+        "kl": (((ratio - 1) - log_ratio).sum(), count),
+        "entropy": (inputs.entropy.sum(), count),
+        "clip_ratio/low_mean": (low, count),
+        "clip_ratio/high_mean": (high, count),
+        "clip_ratio/region_mean": (low + high, count),
+        "clip_ratio/low_min": (low / max(count, 1), 1.0),
+        "clip_ratio/high_max": (high / max(count, 1), 1.0),
+    }
