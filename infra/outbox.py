@@ -145,7 +145,7 @@ class Outbox:
 class Held:
     """Decides which records may be sent: pure, fed in the order of the file.
 
-    Ready at once: tags, artefacts, system metrics. Held per step: metrics and rollouts, until
+    Ready at once: tags, artefacts, system metrics. Held per step: metrics, rollouts and their traces, until
     - `commit` of step c: those of steps ≤ c are released;
     - `start` from checkpoint step R > 0: those ≤ R are released (the checkpoint is there, only the commit was not written),
       later ones are superseded and dropped; R = 0 (from the beginning): all held ones are dropped; R unknown (the attempt
@@ -156,6 +156,7 @@ class Held:
     def __init__(self) -> None:
         self._points: dict[int, dict[str, Point]] = {}
         self._rollouts: dict[int, list[dict[str, Any]]] = {}
+        self._traces: dict[int, list[Record]] = {}
         self._since: int | None = None
 
     def needed_from(self, end: int) -> int:
@@ -165,7 +166,7 @@ class Held:
     def feed(self, record: Record, start: int) -> list[Point | Record]:
         """What `record`, which begins at offset `start`, releases, in the order in which to send it."""
         kind = record["kind"]
-        if kind in ("metrics", "rollouts"):
+        if kind in ("metrics", "rollouts", "trace"):
             self._hold(record, start)
             return []
         if kind == "system":
@@ -193,18 +194,23 @@ class Held:
         if record["kind"] == "rollouts":
             self._rollouts.setdefault(step, []).extend(record["rows"])
             return
+        if record["kind"] == "trace":
+            self._traces.setdefault(step, []).append(record)
+            return
         held = self._points.setdefault(step, {})
         for name, value in record["values"].items():
             held[name] = Point(name, value, step, record["time_ms"])
 
     def _release(self, up_to: int | None) -> list[Point | Record]:
-        steps = [step for step in sorted({*self._points, *self._rollouts}) if up_to is None or step <= up_to]
+        held = sorted({*self._points, *self._rollouts, *self._traces})
+        steps = [step for step in held if up_to is None or step <= up_to]
         released: list[Point | Record] = []
         for step in steps:
             released += self._points.pop(step, {}).values()
             if rows := self._rollouts.pop(step, None):
                 released.append({"kind": "rollouts", "step": step, "rows": rows})
-        if not self._points and not self._rollouts:
+            released += self._traces.pop(step, [])
+        if not self._points and not self._rollouts and not self._traces:
             self._since = None
         return released
 
@@ -214,6 +220,7 @@ class Held:
     def _clear(self) -> None:
         self._points.clear()
         self._rollouts.clear()
+        self._traces.clear()
         self._since = None
 
 

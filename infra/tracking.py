@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infra.outbox import Outbox, OutboxInUse
-from infra.rollout_table import bounded_rows
+from infra.rollout_table import bounded_rows, evenly
+from infra.rollout_traces import trace_record
 from infra.system_metrics import SystemSampler
 from infra.tracking_mlflow import Backend, MlflowBackend, files_of
 from infra.tracking_params import flatten, without_secrets
@@ -156,9 +157,15 @@ class Tracker:
             self._append(kind="metrics", step=int(step), time_ms=_now_ms(), values=values)
 
     def log_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Rows for the rollouts table (an even choice of them, long texts cut); held like metrics."""
+        """Rows for the rollouts table (an even choice if there are many), long texts cut; held like metrics. A row's `trace`,
+        if it has one (`infra.rollout_traces`), becomes an MLflow trace."""
+        rows = evenly(rows)
         if rows:
             self._append(kind="rollouts", step=int(step), rows=bounded_rows(rows))
+        for row in rows:
+            if "trace" in row:
+                trace = trace_record(row, self._outbox.state["run_name"], int(step))
+                self._append(kind="trace", step=int(step), trace=trace)
 
     def commit(self, step: int, checkpoint: str | Path | None = None) -> None:
         """The checkpoint of `step` (its folder is noted as a pointer) is whole: what was logged up to it is final."""

@@ -1,7 +1,7 @@
 """What the tracking thread says to MLflow. Every call may be repeated: none of them changes anything the second time.
 
 - metrics carry stored timestamps, and the SQL store keeps one row per (key, time, step, value); `last_steps` covers the others;
-- params, tags, dataset inputs and artefacts of the same content overwrite themselves;
+- params, tags, dataset inputs and artefacts of the same content overwrite themselves, as do traces and spans of the same id;
 - the run and a model version are looked up by a key tag before they are made.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra.outbox import Point
+from infra.rollout_traces import mlflow_trace
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,6 +52,10 @@ class Backend(Protocol):
     def log_text(self, run_id: str, text: str, artifact: str) -> None: ...
     def log_path(self, run_id: str, path: Path, artifact_dir: str | None, exclude: Sequence[str] = ()) -> None: ...
     def log_table(self, run_id: str, path: Path) -> None: ...
+    def log_trace(self, run_id: str, trace: dict[str, Any]) -> None:
+        """A record of `infra.rollout_traces`."""
+        ...
+
     def register_model(self, run_id: str, name: str, artifact_dir: str, key: str, tags: dict[str, str]) -> str: ...
     def set_status(self, run_id: str, status: str, end_ms: int | None) -> None: ...
 
@@ -80,8 +85,10 @@ class MlflowBackend:
     def __init__(self, uri: str, experiment: str) -> None:
         prepare_environment()
         from mlflow import MlflowClient
+        from mlflow.tracing.client import TracingClient
 
         self._experiment = experiment
+        self._experiment_ids: dict[str, str] = {}  # of runs
         self._artifacts: Path | None = None
         if uri.startswith("sqlite:///"):
             database = Path(uri.removeprefix("sqlite:///"))
@@ -93,6 +100,8 @@ class MlflowBackend:
                 self._client.search_experiments(max_results=1)
         else:
             self._client = MlflowClient(uri, uri)
+        # What MLflow's own exporter writes with, without the queue and the threads that lose what is in them at a kill.
+        self._traces = TracingClient(uri)
 
     def open_run(self, run_id: str | None, key: str, start_ms: int, tags: dict[str, str]) -> str:
         if run_id is not None:
@@ -194,6 +203,21 @@ class MlflowBackend:
         self.log_path(run_id, path, None)
         # By this tag MLflow's UI and `mlflow.load_table` find tables.
         self.set_tags(run_id, {_LOGGED_TABLES: json.dumps([{"path": path.name, "type": "table"}])})
+
+    def log_trace(self, run_id: str, trace: dict[str, Any]) -> None:
+        if run_id not in self._experiment_ids:
+            self._experiment_ids[run_id] = self._client.get_run(run_id).info.experiment_id
+        experiment = self._experiment_ids[run_id]
+        info, spans = mlflow_trace(trace, run_id, experiment)
+        with _rejections():
+            try:
+                self._traces.log_spans(experiment, spans)
+            except NotImplementedError as error:
+                # A server's version that was not answered once counts as unknown from then on: ask again for the next trace.
+                if (version := getattr(type(self._traces.store), "_get_server_version", None)) is not None:
+                    version.cache_clear()
+                raise Rejected(f"this MLflow stores no spans: {error}") from error
+            self._traces.start_trace(info)
 
     def register_model(self, run_id: str, name: str, artifact_dir: str, key: str, tags: dict[str, str]) -> str:
         from mlflow.exceptions import MlflowException

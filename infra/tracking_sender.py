@@ -1,7 +1,7 @@
 """The tracking thread: reads the outbox, sends what `Held` releases, notes how far it came.
 
     outbox.jsonl ─read─▶ Held.feed ─▶ pending ─┬─ points: above MLflow's last step of the metric ─log_batch─▶ MLflow
-                                               └─ tags, artefacts, rollouts table, model, status ────────────▶
+                                               └─ tags, artefacts, rollouts table, traces, model, status ────▶
 
 Invariants:
 - an item leaves `pending` only after its request succeeded or was rejected for good; the offset is saved when `pending` is
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 500  # metrics per request; the API takes 1000 entities
 MAX_BACKOFF_S = 30.0
+TRACE_TRIES = 3
 
 
 class Sender:
@@ -45,6 +46,7 @@ class Sender:
         self._pending: deque[Point | Record] = deque()
         self._table = RolloutTable(outbox.directory / ROLLOUTS)
         self._table_changed = False
+        self._trace_failures = 0  # of the trace to be sent next
         self._wake = threading.Event()
         self._stopping = False
         self._give_up_after_s = 0.0
@@ -181,6 +183,8 @@ class Sender:
             case "rollouts":
                 self._table.put(record["step"], record["rows"])
                 self._table_changed = True
+            case "trace":
+                self._send_trace(backend, record)
             case "commit":
                 if record["checkpoint"] is not None:
                     pointer = {"step": record["step"], "path": record["checkpoint"], "time_ms": record["time_ms"]}
@@ -219,6 +223,20 @@ class Sender:
             self._tolerate(lambda: backend.log_datasets(run_id, record["datasets"]), record)
         if record["params"]:
             backend.log_params(run_id, record["params"])
+
+    def _send_trace(self, backend: Backend, record: Record) -> None:
+        try:
+            backend.log_trace(self._run_id, record["trace"])
+        except Rejected:
+            raise
+        except Exception as error:
+            # A server that answers everything but this must not keep the metrics behind it waiting for ever.
+            self._trace_failures += 1
+            if self._trace_failures < TRACE_TRIES:
+                raise
+            self._trace_failures = 0
+            raise Rejected(f"not taken in {TRACE_TRIES} tries: {error}") from error
+        self._trace_failures = 0
 
     def _send_end(self, backend: Backend, record: Record) -> None:
         run_id = self._run_id

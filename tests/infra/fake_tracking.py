@@ -21,6 +21,7 @@ class FakeMlflow:
         self.gate.set()
         self.fail_after: list[bool] = []  # per write: True: it is stored, and the answer is lost
         self.refuse = lambda point: False
+        self.refuse_traces = False
         self.runs: list[str] = []
         self.keys: dict[str, str] = {}
         self.points: list[Point] = []
@@ -28,6 +29,7 @@ class FakeMlflow:
         self.tags: dict[str, str] = {}
         self.datasets: list[dict[str, Any]] = []
         self.artifacts: dict[str, Any] = {}
+        self.traces: dict[str, dict[str, Any]] = {}
         self.versions: dict[str, str] = {}
         self.statuses: list[str] = []
         self.requests = 0
@@ -100,6 +102,13 @@ class FakeMlflow:
     def log_table(self, run_id: str, path: Path) -> None:
         self._request()
         self.artifacts[path.name] = json.loads(path.read_text())
+
+    def log_trace(self, run_id: str, trace: dict[str, Any]) -> None:
+        self._request()
+        if self.refuse_traces:
+            raise RuntimeError("500 Internal Server Error")
+        self.traces[trace["id"]] = trace
+        self._answer()
 
     def register_model(self, run_id: str, name: str, artifact_dir: str, key: str, tags: dict[str, str]) -> str:
         self._request()

@@ -39,7 +39,8 @@ def main() -> None:
     tracker.start({"attempt_independent": 1}, {"source": "/data/x.jsonl", "digest": "d1", "rows": 3}, resume)
     for step in range(resume + 1, last + 1):
         tracker.log(step, {"loss": attempt * 1000 + step, "reward": 0.5})
-        tracker.log_rollouts(step, [{"completion": f"attempt {attempt}", "reward": 0.5}])
+        trace = {"began_s": time.time(), "ended_s": time.time(), "inputs": None, "outputs": None, "spans": []}
+        tracker.log_rollouts(step, [{"completion": f"attempt {attempt}", "reward": 0.5, "trace": trace}])
         if where == f"step:{step}":
             while tracker._outbox.offset == 0:
                 time.sleep(0.05)

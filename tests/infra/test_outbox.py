@@ -92,7 +92,20 @@ def test_tags_and_system_metrics_are_ready_at_once_and_rollouts_are_held() -> No
     assert held.feed(system, 10) == [Point("system/x", 2.0, 9, 1)]
     rollouts = {"kind": "rollouts", "step": 4, "rows": [{"reward": 1}]}
     assert held.feed(rollouts, 20) == []
-    assert held.feed(commit(4), 30) == [rollouts, commit(4)]
+    traces = [{"kind": "trace", "step": 4, "trace": {"id": name}} for name in "ab"]
+    assert [held.feed(trace, 25) for trace in traces] == [[], []]
+    assert held.needed_from(30) == 20
+    assert held.feed(commit(4), 30) == [rollouts, *traces, commit(4)]
+    assert held.needed_from(40) == 40
+
+
+def test_traces_alone_are_held_released_and_superseded_like_metrics() -> None:
+    held = Held()
+    traces = [{"kind": "trace", "step": step, "trace": {"id": step}} for step in (1, 2)]
+    assert [held.feed(trace, 10 * trace["step"]) for trace in traces] == [[], []]
+    assert held.needed_from(30) == 10
+    assert held.feed(start(1), 30) == [traces[0], {**start(1), "superseded": []}]
+    assert held.feed(commit(2), 40) == [commit(2)]
 
 
 def test_nothing_behind_a_held_record_counts_as_done() -> None:

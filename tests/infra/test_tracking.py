@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infra.rollout_table import MAX_ROWS_PER_STEP, MAX_TEXT_CHARS, RolloutTable, bounded_rows
+from infra.rollout_table import MAX_ROWS_PER_STEP, MAX_TEXT_CHARS, RolloutTable, bounded_rows, evenly
 from infra.tracking import Tracker, end_run, flush_outbox, register_model
 from tests.infra.fake_tracking import FakeMlflow
 
@@ -321,7 +321,7 @@ def test_rollouts_make_one_table_that_resumes_with_the_run(server: FakeMlflow, t
 
 
 def test_the_table_is_bounded_and_spans_the_run(tmp_path: Path) -> None:
-    rows = bounded_rows([{"completion": "x" * 5000, "n": n} for n in range(1000)])
+    rows = bounded_rows(evenly([{"completion": "x" * 5000, "n": n} for n in range(1000)]))
     assert len(rows) <= MAX_ROWS_PER_STEP and rows[0]["n"] == 0 and rows[-1]["n"] > 900
     assert len(rows[0]["completion"]) < MAX_TEXT_CHARS + 30
     assert bounded_rows([{"n": 1}]) == [{"n": 1}]

@@ -83,6 +83,9 @@ def test_killed_anywhere_and_resumed_there_is_one_value_per_step_of_the_newest_a
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)  # `load_table` looks for runs there, whatever its client's address
     table = client.load_table(run.info.experiment_id, "rollouts.json", run_ids=[run.info.run_id])
     assert list(table["completion"]) == [f"attempt {1 + (step - 1) // 5}" for step in range(1, 21)]
+    traces = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
+    told = sorted((int(trace.info.tags["loopwright.step"]), trace.info.response_preview) for trace in traces)
+    assert told == [(step, f"attempt {1 + (step - 1) // 5}") for step in range(1, 21)]
     pointers = [file.path for file in client.list_artifacts(run.info.run_id, "checkpoints")]
     # Checkpoint 10 has no commit; the resume from it released its values.
     assert pointers == ["checkpoints/checkpoint-15.json", "checkpoints/checkpoint-20.json", "checkpoints/checkpoint-5.json"]
