@@ -25,19 +25,24 @@ class StubServer:
         self.version: str | None = None  # None: the version the request was salted with
         self.url = ""
         self.delay_s = 0.0
+        self.metrics: str | None = None  # the page /metrics answers; None: there is none
+        self.weights: str | None = None  # what /weight_info answers; None: there is none
+        self.mute = False  # answers nothing about itself, as a server that hangs
         self._ids = [ord(char) + 4 for char in completion] + [EOS]
         self._max_model_len, self._generate = max_model_len, generate
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[StubServer]:
+    async def run(self, port: int = 0) -> AsyncIterator[StubServer]:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        for path in ("/health", "/metrics", "/weight_info"):
+            app.router.add_get(path, self._about)
         if self._generate:
             app.router.add_post("/inference/v1/generate", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
@@ -47,6 +52,17 @@ class StubServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "policy", "max_model_len": self._max_model_len}]})
+
+    async def _about(self, request: web.Request) -> web.Response:
+        if self.mute:
+            await asyncio.sleep(3600)
+        if request.path == "/health":
+            return web.Response()
+        if request.path == "/metrics" and self.metrics is not None:
+            return web.Response(text=self.metrics)
+        if request.path == "/weight_info" and self.weights is not None:
+            return web.json_response({"weight_version": self.weights})
+        raise web.HTTPNotFound
 
     async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()

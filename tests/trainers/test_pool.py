@@ -1,0 +1,333 @@
+"""Several servers as one: routing, affinity, fail-over, budgets, and when a run has no server left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tests.support.fake_engine import fake_config
+from tests.support.stub_server import StubServer
+from trainers.errors import ServerError
+from trainers.metrics import spec_of
+from trainers.rollouts.pool import Lease, ServerPool
+from trainers.rollouts.protocol import RequestFailed
+from trainers.types import TurnRecord
+
+PROMPT = np.array([2, 60, 3], np.int32)
+PAGE = 'vllm:kv_cache_usage_perc {usage}\nvllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'
+
+
+@asynccontextmanager
+async def pool_of(
+    *stubs: StubServer, budget_s: float = 30, ceiling: int = 100, **options: Any
+) -> AsyncIterator[tuple[ServerPool, list[str]]]:
+    """An open pool over running stubs, and the causes of its retries as they come."""
+    retries: list[str] = []
+    options = {"first_pause_s": 0.01, "look_every_s": 0.02} | options
+    async with AsyncExitStack() as stack:
+        for stub in stubs:
+            await stack.enter_async_context(stub.run())
+        pool = ServerPool([stub.url for stub in stubs], budget_s, ceiling, on_retry=retries.append, **options)
+        try:
+            await pool.open(5)
+            yield pool, retries
+        finally:
+            await pool.close()
+
+
+async def one_turn(pool: ServerPool, lease: Lease | None = None, version: int | None = 7) -> TurnRecord:
+    held = lease or pool.lease()
+    try:
+        return await pool.turn(PROMPT, lease=held, temperature=1.0, max_tokens=8, seed=5, version=lambda: version)
+    finally:
+        if lease is None:
+            pool.release(held)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# Tries and budget
+
+
+@pytest.mark.parametrize("fault", [500, 503, "reset", "abort"])
+async def test_passing_faults_are_tried_again(fault: int | str) -> None:
+    stub = StubServer()
+    async with pool_of(stub) as (pool, retries):
+        stub.faults.extend([fault, fault])
+        assert len((await one_turn(pool)).output_ids) == 3
+        assert len(stub.requests) == 3 and len(retries) == 2 and len(set(retries)) == 1 and pool.trouble == ""
+
+
+async def test_a_refused_request_is_not_sent_again_anywhere() -> None:
+    first, second = StubServer(), StubServer()
+    async with pool_of(first, second) as (pool, retries):
+        first.faults.append(400)
+        second.faults.append(400)
+        with pytest.raises(RequestFailed, match="told to answer 400"):
+            await one_turn(pool)
+        assert len(first.requests) + len(second.requests) == 1 and not retries
+
+
+async def test_one_budget_bounds_all_tries() -> None:
+    stub = StubServer()
+    async with pool_of(stub, budget_s=0.3, first_pause_s=0.05) as (pool, _):
+        stub.faults.extend([500] * 50)
+        with pytest.raises(RequestFailed, match=r"told to answer 500.*given up after") as caught:
+            await one_turn(pool)
+        assert caught.value.cause == "http_500" and len(stub.requests) < 10
+
+
+async def test_an_answer_that_was_lost_leaves_time_for_another_try() -> None:
+    stub = StubServer()
+    async with pool_of(stub, budget_s=1.0) as (pool, retries):
+        stub.faults.append("hang")
+        assert len((await one_turn(pool)).output_ids) == 3 and retries == ["timeout"]
+        stub.faults.extend(["hang"] * 2)
+        with pytest.raises(RequestFailed, match=r"no answer within 0\.\d s \(given up after 2 tries\)") as caught:
+            await one_turn(pool)
+        assert caught.value.cause == "timeout"
+
+
+# Routing
+
+
+async def test_conversations_go_to_the_least_loaded_server_and_stay_there() -> None:
+    stubs = [StubServer(), StubServer()]
+    async with pool_of(*stubs) as (pool, _):
+        leases = [pool.lease() for _ in range(6)]
+        for _ in range(4):
+            await asyncio.gather(*(one_turn(pool, lease) for lease in leases))
+        assert [len(stub.requests) for stub in stubs] == [12, 12] and pool.in_flight == 6
+        for lease in leases[:4]:
+            pool.release(lease)
+        assert pool.in_flight == 2 and pool.room(98) and not pool.room(99)
+
+
+async def test_a_server_with_less_cache_gets_less() -> None:
+    small, large = StubServer(max_model_len=32), StubServer(max_model_len=64)
+    small.metrics, large.metrics = PAGE.format(usage=0.7, tokens=4 * 32), PAGE.format(usage=0.7, tokens=12 * 32)
+    async with pool_of(small, large) as (pool, _):
+        assert pool.cap == 16.0
+        leases = [pool.lease() for _ in range(16)]
+        await asyncio.gather(*(one_turn(pool, lease) for lease in leases))
+        assert (len(small.requests), len(large.requests)) == (4, 12)
+
+
+async def test_the_ceiling_is_shared_and_one_group_always_runs() -> None:
+    stubs = [StubServer(), StubServer()]
+    async with pool_of(*stubs, ceiling=5) as (pool, _):
+        assert pool.cap == 5.0 and pool.room(8)
+        lease = pool.lease()
+        assert pool.room(4) and not pool.room(5)
+        pool.changed.clear()
+        pool.release(lease)
+        assert pool.changed.is_set()
+
+
+async def test_the_cap_follows_the_servers_metrics() -> None:
+    stub = StubServer()
+    stub.metrics = PAGE.format(usage=0.9, tokens=10 * 64)
+    async with pool_of(stub) as (pool, _):
+        leases = [pool.lease() for _ in range(10)]
+        await until(lambda: pool.cap == 7.0)
+        assert pool.changed.is_set() and not pool.room(1)
+        stub.metrics = PAGE.format(usage=0.1, tokens=10 * 64)
+        await asyncio.sleep(0.1)
+        for lease in leases:
+            pool.release(lease)
+        await until(lambda: pool._servers[0]._load is not None and pool._servers[0]._load.kv_cache_usage == 0.1)
+        for _ in range(7):
+            pool.release(pool.lease(), finished=False)
+        assert pool.cap <= 8.75
+        for _ in range(30):
+            pool.release(pool.lease())
+        assert pool.cap > 10
+
+
+async def test_every_gauge_is_in_the_catalog() -> None:
+    told, mute = StubServer(), StubServer()
+    told.metrics = PAGE.format(usage=0.5, tokens=640) + "vllm:generation_tokens_total 10\nvllm:num_requests_running 2\n"
+    async with pool_of(told, mute) as (pool, _):
+        pool.lease()
+        gauges = pool.gauges()
+        assert all(spec_of(name) for name in gauges)
+        assert gauges["rollout/concurrency"] == 1 and gauges["rollout/concurrency_cap"] == 100
+        assert gauges["server/student-0/kv_cache_usage"] == 0.5 and gauges["server/student-0/running"] == 2
+        assert gauges["server/student-0/concurrency_cap"] == 10 and gauges["server/student-1/concurrency_cap"] == 100
+        assert "server/student-1/running" not in gauges
+        told.metrics = told.metrics.replace("total 10", "total 5000")
+        await until(lambda: pool.gauges()["server/student-0/generated_tok_s"] > 0)
+
+
+async def test_the_shortest_max_model_len_counts(caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncExitStack() as stack:
+        stubs = [await stack.enter_async_context(StubServer(max_model_len=length).run()) for length in (64, 48)]
+        pool = ServerPool([stub.url for stub in stubs], 5, 10)
+        assert (await pool.open(5)).max_model_len == 48 and "max_model_len differ" in caplog.text
+        await pool.close()
+
+
+# Fail-over
+
+
+async def test_a_fault_is_tried_on_another_server_at_once_and_the_conversation_moves() -> None:
+    first, second = StubServer(), StubServer()
+    async with pool_of(first, second, first_pause_s=1000) as (pool, retries):  # a pause would outlast the test
+        lease = pool.lease()
+        await one_turn(pool, lease)
+        assert len(first.requests) == 1
+        first.faults.append(500)
+        await one_turn(pool, lease)
+        await one_turn(pool, lease)
+        assert (len(first.requests), len(second.requests)) == (2, 2) and retries == ["http_500"]
+        pool.release(lease)
+        assert pool.in_flight == 0
+
+
+async def test_a_server_that_answers_only_errors_does_not_attract_the_requests() -> None:
+    bad, good = StubServer(), StubServer()
+    async with pool_of(bad, good) as (pool, _):
+        bad.faults.extend([500] * 1000)
+        for _ in range(50):
+            await one_turn(pool)
+        assert len(good.requests) == 50 and len(bad.requests) < 10
+
+
+async def test_a_server_that_went_away_is_left_and_taken_again_when_it_is_back() -> None:
+    going, staying = StubServer(), StubServer()
+    async with staying.run():
+        async with going.run():
+            pool = ServerPool([going.url, staying.url], 30, 100, look_every_s=0.02, unreachable_s=0.05)
+            await pool.open(5)
+            port = int(going.url.rsplit(":", 1)[1])
+            await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+            assert len(going.requests) == 2
+        for _ in range(20):
+            await one_turn(pool)
+        assert len(staying.requests) == 22 and "student-0" in pool.describe() and "unreachable" in pool.describe()
+        assert pool.gauges()["rollout/concurrency_cap"] == 100
+        async with going.run(port):
+            await until(lambda: "unreachable" not in pool.describe())
+            await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+            assert len(going.requests) == 4
+        await pool.close()
+
+
+async def test_no_server_left_ends_the_run_before_the_budget() -> None:
+    first, second = StubServer(), StubServer()
+    async with first.run(), second.run():
+        pool = ServerPool([first.url, second.url], 1000, 100, first_pause_s=0.02, unreachable_s=0.1, look_every_s=0.02)
+        await pool.open(5)
+    with pytest.raises(ServerError, match=r"student-0 \(http://.*\) has been unreachable for .*; student-1 .* unreachable for"):
+        await one_turn(pool)
+    await pool.close()
+
+
+async def test_a_short_outage_of_the_only_server_costs_nothing() -> None:
+    stub = StubServer()
+    async with stub.run():
+        pool = ServerPool([stub.url], 30, 100, first_pause_s=0.02, look_every_s=0.02)
+        await pool.open(5)
+        port = int(stub.url.rsplit(":", 1)[1])
+    turn = asyncio.create_task(one_turn(pool))
+    await until(lambda: pool.trouble != "")
+    assert not turn.done()
+    async with stub.run(port):
+        assert len((await turn).output_ids) == 3
+    await pool.close()
+
+
+async def test_requests_on_a_server_that_hangs_are_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainers.rollouts.client.LOOK_S", 0.1)
+    hanging, good = StubServer(), StubServer()
+    async with pool_of(hanging, good, budget_s=1000) as (pool, retries):
+        lease = pool.lease()
+        hanging.faults.append("hang")
+        turn = asyncio.create_task(one_turn(pool, lease))
+        await until(lambda: len(hanging.requests) == 1)
+        hanging.mute = True
+        assert len((await turn).output_ids) == 3 and retries == ["timeout"] and len(good.requests) == 1
+        hanging.mute = False
+        await until(lambda: "unreachable" not in pool.describe())
+
+
+async def test_the_only_server_is_waited_for_while_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server may answer late; what is in flight is not thrown away."""
+    monkeypatch.setattr("trainers.rollouts.client.LOOK_S", 0.02)
+    stub = StubServer()
+    stub.delay_s = 0.5
+    async with pool_of(stub) as (pool, retries):
+        turn = asyncio.create_task(one_turn(pool))
+        stub.mute = True
+        assert len((await turn).output_ids) == 3 and not retries
+
+
+# Weights
+
+
+async def test_a_server_with_old_weights_is_set_aside_until_it_has_newer_ones(caplog: pytest.LogCaptureFixture) -> None:
+    old, good = StubServer(), StubServer()
+    async with pool_of(old, good) as (pool, retries):
+        old.version = old.weights = "default"
+        await asyncio.gather(*(one_turn(pool) for _ in range(6)))
+        assert len(good.requests) == 6 and set(retries) == {"old_weights"}
+        assert caplog.text.count("student-0 gets no more requests") == 1
+        sent = len(old.requests)
+        await one_turn(pool)
+        assert len(old.requests) == sent
+        old.version = old.weights = "8"
+        await until(lambda: "lost its weights" not in pool.describe())
+        await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+        assert len(old.requests) == sent + 2
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_wrong_weights_everywhere_end_the_run(servers: int) -> None:
+    stubs = [StubServer() for _ in range(servers)]
+    async with pool_of(*stubs) as (pool, _):
+        for stub in stubs:
+            stub.version = "6"
+        with pytest.raises(ServerError, match=r"student-0 .* has lost its weights: .* weights '6' although it holds"):
+            await one_turn(pool)
+
+
+async def test_a_server_that_comes_back_without_its_weights_gets_no_request() -> None:
+    """Also over `/v1/completions`, whose answers do not tell."""
+    restarted, good = StubServer(generate=False), StubServer(generate=False)
+    async with good.run():
+        async with restarted.run():
+            pool = ServerPool([restarted.url, good.url], 30, 100, look_every_s=0.02)
+            await pool.open(5)
+            port = int(restarted.url.rsplit(":", 1)[1])
+            await asyncio.gather(one_turn(pool), one_turn(pool))
+        await until(lambda: "student-0" in pool.describe() and "unreachable" in pool.describe())
+        restarted.weights = "default"
+        async with restarted.run(port):
+            await until(lambda: "weights 'default' although it should hold version 7" in pool.describe())
+            await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+            assert len(restarted.requests) == 1
+            restarted.weights = "7"
+            await until(lambda: "lost its weights" not in pool.describe())
+        await pool.close()
+
+
+# Settings
+
+
+def test_the_servers_of_a_config() -> None:
+    assert fake_config(vllm_server_base_url="http://a:1/").server_urls == ["http://a:1"]
+    assert fake_config(vllm_server_base_url=["http://a:1/v1", "http://b:1"]).server_urls == ["http://a:1", "http://b:1"]
+    with pytest.raises(ValidationError, match="http://a:1 is named twice"):
+        fake_config(vllm_server_base_url=["http://a:1", "http://a:1/v1/"])
+    with pytest.raises(ValidationError, match="name at least one"):
+        fake_config(vllm_server_base_url=[])
