@@ -29,7 +29,7 @@ from trainers.metrics import MetricBag
 from trainers.references import resolve
 from trainers.rewards import RewardFunc, load_callable
 from trainers.rollouts.pool import ServerPool
-from trainers.rollouts.protocol import RequestFailed
+from trainers.rollouts.protocol import RequestFailed, SamplingForm
 from trainers.rollouts.scoring import Scorer
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
@@ -75,15 +75,18 @@ def load_problems(config: TrainerConfig, tokenizer: Any) -> list[Prompt]:
     return [builder.prompt(0, index, rows[index]) for index in range(len(rows))]
 
 
-def server_generate(urls: Sequence[str], timeout_s: float, max_tokens: int, version: int | None = None) -> Generate:
+def server_generate(
+    urls: Sequence[str], timeout_s: float, max_tokens: int, version: int | None = None, *, candidates: bool = False
+) -> Generate:
     """Greedy completions from the servers, many requests at once, shared among them. A prompt that is refused gives None.
 
     Args:
         version: the policy version that the servers must hold; None: whatever they hold.
+        candidates: the servers may have been started to return candidate sets, and then refuse temperature 0.
     """
 
     async def all_turns(prompts: Sequence[Prompt]) -> list[TurnRecord | None]:
-        pool = ServerPool(urls, timeout_s, CONCURRENT_REQUESTS)
+        pool = ServerPool(urls, timeout_s, CONCURRENT_REQUESTS, form=SamplingForm(candidates=candidates))
         slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
         async def one(prompt: Prompt, longest: int) -> TurnRecord | None:
@@ -236,7 +239,8 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
     reward = eval_reward(config)
     limit = max_new_tokens(config)
     if urls:
-        generate = server_generate(urls, getattr(config, "vllm_server_timeout", 1800.0), limit)
+        timeout_s, candidates = getattr(config, "vllm_server_timeout", 1800.0), getattr(config, "restricts_sampling", False)
+        generate = server_generate(urls, timeout_s, limit, candidates=candidates)
     else:
         generate = local_generate(plain_model(source, config), tokenizer, limit)
     return evaluate(problems, tokenizer, generate, reward)

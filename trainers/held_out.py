@@ -40,7 +40,9 @@ class HeldOut:
         self._reward = self._reward or evaluate.eval_reward(config)
         limit = evaluate.max_new_tokens(config)
         if isinstance(config, AsyncTrainerConfig):
-            generate = evaluate.server_generate(config.server_urls, config.vllm_server_timeout, limit, version)
+            generate = evaluate.server_generate(
+                config.server_urls, config.vllm_server_timeout, limit, version, candidates=config.restricts_sampling
+            )
         else:
             generate = evaluate.local_generate(self._copy(model, whole), self.tokenizer, limit)
         return evaluate.evaluate(self._problems, self.tokenizer, generate, self._reward)["accuracy"]

@@ -85,9 +85,13 @@ class StubServer:
             "token_ids": ids,
         }
         if request.path == "/v1/completions":
-            choice["logprobs"] = {"token_logprobs": [-0.25] * len(ids)}
+            choice["logprobs"] = {
+                "token_logprobs": [-0.25] * len(ids),
+                "top_logprobs": [{f"token_id:{i}": -0.25} for i in ids],
+            }
         else:
-            choice["logprobs"] = {"content": [{"token_id": i, "logprob": -0.25} for i in ids]}
+            sampled = [{"token_id": i, "logprob": -0.25} for i in ids]
+            choice["logprobs"] = {"content": [{**entry, "top_logprobs": [entry]} for entry in sampled]}
             version = self.version or body["cache_salt"]
             choice["weight_versions"] = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
         return web.json_response({"choices": [choice]})

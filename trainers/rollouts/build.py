@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainers.algorithms import build_algorithm
 from trainers.config import AsyncTrainerConfig, GRPOConfig, SFTConfig, TrainerConfig
-from trainers.data import PromptBuilder, Rows, check_columns, load_rows, load_tokenizer
+from trainers.data import PromptBuilder, Rows, as_data, check_columns, load_data, load_tokenizer
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag
 from trainers.rewards import load_callable
@@ -20,7 +23,9 @@ from trainers.rollouts.payload import Payload
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import SamplingForm
 from trainers.rollouts.scoring import Scorer
+from trainers.rollouts.snapshot import read_state
 from trainers.rollouts.source import RecordedSource, RolloutSource
+from trainers.streams import Stream
 
 
 def concurrency_cap(config: AsyncTrainerConfig, world_size: int) -> int:
@@ -52,17 +57,42 @@ def tokenizer_without_torch(config: TrainerConfig) -> Any:
                 del sys.modules[name]
 
 
+def open_data(config: TrainerConfig, payload: Payload, resume_dir: Path | None) -> Rows | Stream:
+    """The run's data, checked as far as it can be before anything else is waited for.
+
+    Raises:
+        DatasetError: it cannot be read, lacks a column, or is not the one of the checkpoint.
+    """
+    rows = as_data(payload.dataset, "train_dataset") if payload.dataset is not None else load_data(config.dataset)
+    check_columns(rows, config)
+    if resume_dir is not None:
+        read_state(resume_dir, rows.source, rows.fingerprint(), config.allow_dataset_change)
+    return rows
+
+
 async def build_engine(
-    config: TrainerConfig, payload: Payload, *, version: int, resume_step: int, world_size: int
+    config: TrainerConfig,
+    payload: Payload,
+    *,
+    version: int,
+    resume_step: int,
+    resume_dir: Path | None,
+    world_size: int,
+    say: Callable[[str], None],
 ) -> tuple[StepEngine, dict[str, Any]]:
-    """An engine with its source opened, not yet started, and the `SourceInfo` fields.
+    """An engine with its source opened and its ledger restored, not yet started, and the `SourceInfo` fields.
+
+    Args:
+        version, resume_step, resume_dir, world_size: as in `StepSource.start`.
+        say: told what is being done. What takes long runs beside the event loop, so that it can be told on.
 
     Raises:
         DatasetError, ConfigError, ServerError: the data, the model or the server cannot be used.
     """
-    rows = Rows(payload.dataset, "train_dataset") if payload.dataset is not None else load_rows(config.dataset)
-    check_columns(rows, config)
-    tokenizer = payload.tokenizer or tokenizer_without_torch(config)
+    say(f"reading the data ({config.dataset.path})")
+    rows = await asyncio.to_thread(open_data, config, payload, resume_dir)
+    say(f"loading the tokenizer of {config.model}")
+    tokenizer = payload.tokenizer or await asyncio.to_thread(tokenizer_without_torch, config)
     builder = PromptBuilder(tokenizer, config)
     algorithm = build_algorithm(config)
     metrics = MetricBag()
@@ -71,7 +101,7 @@ async def build_engine(
 
     source: RolloutSource
     if isinstance(config, SFTConfig):
-        source = RecordedSource(rows, builder, algorithm, config.max_length)
+        source = RecordedSource(builder, algorithm, config.max_length)
     else:
         assert isinstance(config, GRPOConfig), config
         functions = payload.reward_funcs or [load_callable(spec) for spec in config.reward_funcs]
@@ -91,13 +121,14 @@ async def build_engine(
                 config.vllm_server_timeout,
                 concurrency_cap(config, world_size),
                 on_retry=lambda cause: metrics.add("rollout/vllm_retry_total", 1),
-                form=SamplingForm.of(config),
+                form=SamplingForm.of(config, algorithm.sampler_needs()),
             ),
             scorer=Scorer(functions, config.reward_weights, metrics),
             metrics=metrics,
             next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
             progress=lambda: holder[0].progress(),
         )
+        say(f"waiting for {', '.join(config.server_urls)}, and for setup()")
     await source.open()
     budget = config.token_budget
     token_budget = source.max_sequence_tokens if budget is None else budget if budget > 0 else None
@@ -116,8 +147,10 @@ async def build_engine(
         rng=rng,
     )
     holder.append(engine)
+    if resume_dir is not None:
+        engine.restore(resume_dir)
     info = {
-        "prompts": len(rows),
+        "prompts": None if isinstance(rows, Stream) else len(rows),
         "fingerprint": engine.fingerprint,
         "token_budget": token_budget,
         "max_sequence_tokens": source.max_sequence_tokens,

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from trainers.errors import ServerError
-from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, Retryable, SamplingForm, read_answer, request_body
+from trainers.errors import ServerCapabilityError, ServerError
+from trainers.rollouts.answers import read_answer
+from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, Retryable, SamplingForm, refusal, request_body
 from trainers.rollouts.server_load import ServerLoad, parse_load
 from trainers.types import TurnRecord
 
@@ -90,6 +91,7 @@ class GenerateClient:
         Raises:
             Retryable: another try may succeed. `connection`: none could be made; `reset`: it broke; `http_5…`; `bad_json`.
             RequestFailed: the server refuses the request.
+            ServerCapabilityError: the server refuses what every request of the run asks for.
             ServerError: the server no longer holds the weights it was given.
         """
         assert self._session is not None and self.facts is not None, "open() comes first"
@@ -111,9 +113,12 @@ class GenerateClient:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Retryable("reset", f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
         if status != 200:
-            refused = f"{self.base_url}{path}: {status} {answer[:300].decode(errors='replace')}"
+            message = answer[:300].decode(errors="replace")
+            if status == 400 and (remedy := refusal(self._form, message)):
+                raise ServerCapabilityError(f"the server at {self.base_url} cannot do what this run needs: {remedy}")
+            refused = f"{self.base_url}{path}: {status} {message}"
             raise (Retryable if status >= 500 else RequestFailed)(f"http_{status}", refused)
-        return read_answer(answer, prompt_ids, version)
+        return read_answer(self._form, answer, prompt_ids, version)
 
     # Looks at the server; an error of the connection is the caller's to catch
 

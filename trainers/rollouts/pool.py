@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from trainers.errors import ServerError
+from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.concurrency import AdaptiveCap
 from trainers.rollouts.protocol import PLAIN, RequestFailed, Retryable, SamplingForm
@@ -181,6 +181,8 @@ class ServerPool:
             except Retryable as error:
                 self._last_error, cause = str(error), error.cause
                 server.failed(cause)
+            except ServerCapabilityError:
+                raise  # every request would be refused
             except ServerError as error:
                 self._last_error, cause = str(error), "old_weights"
                 self._set_aside(server, str(error))

@@ -1,4 +1,4 @@
-"""The two generation endpoints of vLLM as they travel: a turn's request body, and its answer as a `TurnRecord`.
+"""The two generation endpoints of vLLM as a turn's request travels to them; `answers` reads what comes back.
 
 `/inference/v1/generate` where the server has it (it says which policy version sampled which tokens), else `/v1/completions`,
 stamped with the version known at dispatch. No connection here: `client` sends, this module only knows the bodies.
@@ -6,19 +6,17 @@ stamped with the version known at dispatch. No connection here: `client` sends, 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from trainers.algorithms import SamplerNeeds
 from trainers.config import AsyncTrainerConfig
-from trainers.errors import ServerError
-from trainers.types import TurnRecord, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
-_NO_LOGPROB = -9999.0  # how vLLM writes −inf and NaN
 
 
 class RequestFailed(Exception):
@@ -45,10 +43,12 @@ class SamplingForm:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    top_logprobs: int = 0  # the sampler's K most likely tokens at every position; 0: the sampled token's logprob alone
+    candidates: bool = False  # the ids every token was sampled among
 
     @classmethod
-    def of(cls, config: AsyncTrainerConfig) -> SamplingForm:
-        return cls(config.top_p, config.top_k, config.min_p or 0.0, config.repetition_penalty)
+    def of(cls, config: AsyncTrainerConfig, needs: SamplerNeeds) -> SamplingForm:
+        return cls(config.top_p, config.top_k, config.min_p or 0.0, config.repetition_penalty, *needs)
 
 
 PLAIN = SamplingForm()
@@ -66,79 +66,40 @@ def request_body(
     version: int | None,
 ) -> tuple[str, bytes]:
     """Path and JSON body of one turn. `generate`: the server has `/inference/v1/generate`."""
+    top_k = form.top_k
+    if form.candidates and temperature == 0:
+        # A server that returns candidate sets refuses temperature 0: the likeliest token is then the only candidate.
+        temperature, top_k = 1.0, 1
     # Neutral values are said, because the server would otherwise take those of the model's generation config.
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": form.top_p,
-        "top_k": form.top_k,
+        "top_k": top_k,
         "min_p": form.min_p,
         "repetition_penalty": form.repetition_penalty,
         "max_tokens": max_tokens,
         "seed": seed,
-        "logprobs": 0,  # the sampled token's alone
+        "logprobs": form.top_logprobs,
     }
     # Cached prefixes are only shared within one policy version.
     body: dict[str, Any] = {"model": model, "cache_salt": str(version)}
     if generate:
-        body |= {"token_ids": prompt_ids.tolist(), "sampling_params": {**sampling, "detokenize": False}}
-        return GENERATE, json.dumps(body).encode()
+        sampling["detokenize"] = False
+        if form.top_logprobs:
+            # The sampled token counts among them here, so that one of the K would be missing whenever it is none of them.
+            sampling["logprobs"] += 1
+            sampling["flat_logprobs"] = True  # how the server keeps them: without an object per token and rank
+        body |= {"token_ids": prompt_ids.tolist(), "sampling_params": sampling}
+        return GENERATE, msgspec.json.encode(body)
     body |= {"prompt": prompt_ids.tolist(), "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
-    return COMPLETIONS, json.dumps(body).encode()
+    return COMPLETIONS, msgspec.json.encode(body)
 
 
-def read_answer(data: bytes, prompt_ids: np.ndarray, version: int | None) -> TurnRecord:
-    """The turn of an answer of status 200.
-
-    Raises:
-        Retryable: the body is no such answer, or the server aborted the request.
-        RequestFailed: the answer cannot be trained on.
-        ServerError: the server no longer holds the weights it was given.
-    """
-    try:
-        choice = json.loads(data)["choices"][0]
-        return _turn(choice, prompt_ids, version)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Retryable("bad_json", f"not an answer: {type(error).__name__}: {error}: {data[:200]!r}") from error
-
-
-def _turn(choice: dict[str, Any], prompt_ids: np.ndarray, version: int | None) -> TurnRecord:
-    """One choice of either endpoint."""
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise Retryable("aborted", f"the server ended the request with {choice['finish_reason']!r}")
-    output_ids = np.array(choice["token_ids"] or [], dtype=np.int32)
-    logprobs = choice["logprobs"] or {}
-    values = (
-        logprobs["token_logprobs"] if "token_logprobs" in logprobs else [e["logprob"] for e in logprobs.get("content") or []]
-    )
-    if len(values) != len(output_ids):
-        raise RequestFailed("bad_answer", f"the server sent {len(values)} logprobs for {len(output_ids)} tokens")
-    if min(values, default=0.0) <= _NO_LOGPROB:
-        raise RequestFailed("bad_logprob", "the server has no finite logprob for a token it sampled: its weights may hold NaN")
-    return TurnRecord(
-        prompt_ids=prompt_ids,
-        output_ids=output_ids,
-        output_logprobs=np.array(values, dtype=np.float32),
-        spans=_spans(choice.get("weight_versions"), len(output_ids), version),
-        finish_reason=choice["finish_reason"],
-    )
-
-
-def _spans(weight_versions: list[dict[str, Any]] | None, length: int, version: int | None) -> list[VersionSpan]:
-    """The server's version spans; everything is stamped with the `version` at dispatch if it has none.
-
-    Raises:
-        ServerError: it serves weights that are older than those it confirmed, or that nobody numbered: it was restarted.
-    """
-    if weight_versions is None or version is None:
-        return [VersionSpan(0, length, version or 0)]
-    for span in weight_versions:
-        if not str(span["version"]).isdecimal() or int(span["version"]) < version:
-            raise ServerError(
-                f"the server answered with weights {span['version']!r} although it holds version {version}: it was restarted, "
-                "or somebody else changed its weights"
-            )
-    spans = [VersionSpan(int(span["start"]), int(span["end"]), int(span["version"])) for span in weight_versions]
-    bounds = [0, *(span.stop for span in spans)]
-    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != length:
-        raise RequestFailed("bad_answer", f"the server's version spans {weight_versions} do not cover {length} tokens")
-    return spans
+def refusal(form: SamplingForm, message: str) -> str | None:
+    """What to do about a 400 whose cause is what `form` asks of the server; None if it has another."""
+    if "logprobs" in message and form.top_logprobs:
+        return (
+            f"it does not return the {form.top_logprobs} most likely tokens that score centering needs: start it with "
+            f"--max-logprobs {form.top_logprobs + 1}, or lower num_sampler_logprobs, or set score_centering=false ({message})"
+        )
+    return None
