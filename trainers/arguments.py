@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, get_args, get_origin
 
 import torch
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
 from trainers.config import CallableSpec, GRPOConfig, TrainerConfig
@@ -29,6 +30,14 @@ _TRAINING_FIELDS = {field.name: field for field in dataclasses.fields(TrainingAr
 
 def _default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _default_of(info: FieldInfo) -> dict[str, Any]:
+    """The default of a pydantic field as a dataclass's. Where a list is possible, HfArgumentParser reads factories only."""
+    parts = (info.annotation, *get_args(info.annotation))
+    if info.default_factory is None and not any(get_origin(part) is list for part in parts):
+        return {"default": info.default}
+    return {"default_factory": partial(info.get_default, call_default_factory=True)}
 
 
 class ArgumentsBase(TrainingArguments):
@@ -118,7 +127,7 @@ def arguments_from(config: type[TrainerConfig], name: str, module: str) -> Any:
         if field in _TRAINING_FIELDS
     ]
     own = [
-        (field, info.annotation, dataclasses.field(default=info.default, metadata={"help": info.description}))
+        (field, info.annotation, dataclasses.field(**_default_of(info), metadata={"help": info.description}))
         for field, info in config.model_fields.items()
         if field not in _GIVEN_APART
     ]

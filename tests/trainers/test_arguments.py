@@ -127,3 +127,6 @@ def test_the_argument_parser_of_transformers_reads_it():
         ["--num_generations", "4", "--pass_rate_cap", "0.8", "--output_dir", "out", "--token_budget", "512"]
     )
     assert (args.num_generations, args.pass_rate_cap, args.output_dir, args.token_budget) == (4, 0.8, "out", 512)
+    assert args.vllm_server_base_url == "http://localhost:8000"
+    (args,) = HfArgumentParser(CurriculumConfig).parse_args_into_dataclasses(["--vllm_server_base_url", "http://a", "http://b"])
+    assert args.vllm_server_base_url == ["http://a", "http://b"]
