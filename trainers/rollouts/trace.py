@@ -44,7 +44,9 @@ def rollout_trace(rollout: Rollout) -> dict[str, Any]:
         for call in calls.get(number, []):
             times = (call.began_s, call.began_s + call.latency_s)
             inputs, outputs = bounded(call.arguments), bounded(call.result)
-            spans.append(_span(call.name, "TOOL", *times, inputs, outputs, {"turn": number + 1}, call.error))
+            spans.append(
+                _span(call.name or "unreadable call", "TOOL", *times, inputs, outputs, {"turn": number + 1}, call.error)
+            )
     return {**trace, "spans": spans[:MAX_SPANS], "spans_left_out": max(len(spans) - MAX_SPANS, 0)}
 
 
