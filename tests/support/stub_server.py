@@ -27,6 +27,7 @@ class StubServer:
         self.delay_s = 0.0
         self.metrics: str | None = None  # the page /metrics answers; None: there is none
         self.weights: str | None = None  # what /weight_info answers; None: there is none
+        self.refuses: str | None = None  # the message of the 400 that every request gets
         self.mute = False  # answers nothing about itself, as a server that hangs
         self._ids = [ord(char) + 4 for char in completion] + [EOS]
         self._max_model_len, self._generate = max_model_len, generate
@@ -69,6 +70,8 @@ class StubServer:
         if not body:
             return web.json_response({"error": {"message": "empty"}}, status=400)
         self.requests.append(body)
+        if self.refuses is not None:
+            return web.json_response({"error": {"message": self.refuses}}, status=400)
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, int):
             return web.json_response({"error": {"message": f"told to answer {fault}"}}, status=fault)
