@@ -63,7 +63,7 @@ def test_callables_are_loaded_with_their_arguments(tmp_path: Path) -> None:
         ("no.such.module:f", "cannot import"),
         ("trainers.rewards:acuracy", "has no `acuracy`; it has: .*accuracy_reward"),
         ("missing.py:f", "there is no file"),
-        ("trainers.rewards:_TAIL_CHARS", "cannot be called"),
+        ("trainers.rewards:__doc__", "cannot be called"),
     ],
 )
 def test_wrong_paths_say_what_is_there(path: str, message: str) -> None:
