@@ -24,7 +24,7 @@ from trainers.rollouts.payload import in_rollout_process
 from trainers.training_arguments import FIXED, REFUSED
 
 # What the trainer class is given as arguments of its own.
-_GIVEN_APART = ("type", "model", "dataset", "reward_funcs")
+_GIVEN_APART = ("type", "model", "dataset", "reward_funcs", "tools", "environment_factory", "loop_cls")
 _TRAINING_FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 
 
@@ -64,7 +64,7 @@ class ArgumentsBase(TrainingArguments):
         self.to_config(model="-", dataset={"path": "-"}, reward_funcs=placeholders)
 
     def to_config(self, **given: Any) -> Any:
-        """The pydantic config: these arguments and what the trainer class was `given` (model, dataset, reward_funcs).
+        """The pydantic config: these arguments and what the trainer class was `given` (model, dataset, reward_funcs, …).
 
         Raises:
             ConfigError: one line per field with a value it cannot have.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import numpy as np
 
 from trainers.config import DatasetConfig, TrainerConfig
 from trainers.errors import ConfigError, DatasetError
+from trainers.rollouts.chat import Chat
+from trainers.streams import Stream, is_stream, require_columns
 from trainers.types import Message, Prompt
 
 _FINGERPRINT_ROWS = 100_000
+_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # and what `datasets` calls their format
 
 
 class Rows:
@@ -43,12 +46,7 @@ class Rows:
 
     def require(self, *columns: str) -> None:
         """Raises `DatasetError` naming the missing column and those that exist."""
-        for column in columns:
-            if column not in self.columns:
-                raise DatasetError(
-                    f"{self.source} has no column `{column}`; it has: {', '.join(self.columns)}. Name the right one with "
-                    "`dataset.prompt_column` or `dataset.completion_column`, or add it to the data"
-                )
+        require_columns(self.source, self.columns, columns)
 
     def fingerprint(self) -> str:
         """Hash of the content: length, columns and rows (beyond 100,000 rows, that many at even distances)."""
@@ -58,8 +56,42 @@ class Rows:
         return digest.hexdigest()[:16]
 
 
+def as_data(rows: Any, source: str, max_rows: int | None = None) -> Rows | Stream:
+    """Rows given as a Python object; what has no length is a stream."""
+    return Stream(rows, source, max_rows) if is_stream(rows) else Rows(rows, source, max_rows)
+
+
+def load_data(config: DatasetConfig) -> Rows | Stream:
+    """Open the dataset of a config, as a stream if it says so.
+
+    Raises:
+        DatasetError: it does not exist, cannot be read, or is empty.
+    """
+    return load_stream(config) if config.streaming else load_rows(config)
+
+
+def load_stream(config: DatasetConfig) -> Stream:
+    """Open the dataset of a config as a stream, through `datasets`."""
+    path = Path(config.path).expanduser()
+    if path.suffix in _FILES and not path.is_file():
+        raise DatasetError(f"there is no file {path.absolute()}")
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        if path.suffix in _FILES:
+            rows: Any = datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split="train", streaming=True)
+        elif _saved_to_disk(path):
+            rows = _load_with_datasets(path, config).to_iterable_dataset()
+        else:
+            rows = datasets.load_dataset(config.path, split=config.split, streaming=True)
+    except Exception as error:
+        raise DatasetError(f"cannot read dataset `{config.path}`: {type(error).__name__}: {error}") from error
+    return Stream(rows, f"dataset `{config.path}`", config.max_rows)
+
+
 def load_rows(config: DatasetConfig) -> Rows:
-    """Open the dataset of a config.
+    """Open the dataset of a config, whole.
 
     Raises:
         DatasetError: it does not exist, cannot be read, or is empty.
@@ -68,7 +100,7 @@ def load_rows(config: DatasetConfig) -> Rows:
     try:
         if path.suffix in (".jsonl", ".json") and path.is_file():
             rows: Any = _read_json(path)
-        elif path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
+        elif path.suffix in _FILES and not path.is_file():
             raise DatasetError(f"there is no file {path.absolute()}")
         else:
             rows = _load_with_datasets(path, config)
@@ -105,13 +137,17 @@ def _load_with_datasets(path: Path, config: DatasetConfig) -> Any:
 
     if path.suffix == ".parquet":
         return datasets.Dataset.from_parquet(str(path))
-    if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+    if _saved_to_disk(path):
         loaded = datasets.load_from_disk(str(path))
         return loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     return datasets.load_dataset(config.path, split=config.split)
 
 
-def check_columns(rows: Rows, config: TrainerConfig) -> None:
+def _saved_to_disk(path: Path) -> bool:
+    return path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists())
+
+
+def check_columns(rows: Rows | Stream, config: TrainerConfig) -> None:
     """The columns the algorithm needs are there. Raises `DatasetError`."""
     rows.require(config.dataset.prompt_column)
     if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
@@ -135,11 +171,10 @@ def load_tokenizer(config: TrainerConfig) -> Any:
 class PromptBuilder:
     """Dataset rows to prompts and recorded completions, by the tokenizer's chat template (or plain text without one)."""
 
-    def __init__(self, tokenizer: Any, config: TrainerConfig) -> None:
+    def __init__(self, tokenizer: Any, config: TrainerConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
         self.tokenizer = tokenizer
+        self.chat = Chat(tokenizer, config.chat_template_kwargs, tools)
         self._dataset = config.dataset
-        self._template_kwargs = config.chat_template_kwargs or {}
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def messages(self, row: dict[str, Any]) -> list[Message]:
         """The row's prompt as chat messages, system prompt first."""
@@ -159,12 +194,12 @@ class PromptBuilder:
 
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """int32 [P]: the rendering with the generation prompt."""
-        return np.array(self._tokens(self._render(messages, generation=True)), dtype=np.int32)
+        return self.chat.prompt_ids(messages)
 
     def prompt(self, epoch: int, row_index: int, row: dict[str, Any]) -> Prompt:
         messages = self.messages(row)
         columns = {name: value for name, value in row.items() if name != self._dataset.prompt_column}
-        return Prompt(epoch, row_index, messages, columns, self.prompt_ids(messages))
+        return Prompt(epoch, row_index, messages, columns, self.prompt_ids(messages), row)
 
     def completion_ids(self, prompt: Prompt, row: dict[str, Any]) -> tuple[list[Message], np.ndarray]:
         """The recorded completion: messages, and int32 [O] ids that follow the prompt's, up to and with its end of turn.
@@ -176,8 +211,8 @@ class PromptBuilder:
         """
         column = self._dataset.completion_column
         completion = self._as_messages(row[column], "assistant", column)
-        before = self._render(prompt.messages, generation=True)
-        after = self._render([*prompt.messages, *completion], generation=False)
+        before = self.chat.render(prompt.messages)
+        after = self.chat.render([*prompt.messages, *completion], generation=False)
         if not after.startswith(before):
             raise DatasetError(
                 "the chat template does not render the prompt as a prefix of prompt and completion, so the completion cannot "
@@ -191,21 +226,10 @@ class PromptBuilder:
         eos = self.tokenizer.eos_token_id
         if eos in ids:
             return ids[: len(ids) - ids[::-1].index(eos)]
-        special = set(self.tokenizer.all_special_ids) if self._has_template else set()
+        special = set(self.tokenizer.all_special_ids) if self.chat.has_template else set()
         end = len(ids)
         while end and ids[end - 1] not in special and not self.tokenizer.decode([ids[end - 1]]).strip():
             end -= 1
         if end and ids[end - 1] in special:
             return ids[:end]
         return ids if eos is None else [*ids, eos]
-
-    def _render(self, messages: Sequence[Message], generation: bool) -> str:
-        if not self._has_template:
-            return "".join(str(message["content"]) for message in messages)
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation, **self._template_kwargs
-        )
-
-    def _tokens(self, text: str) -> Iterable[int]:
-        # A template writes its own special tokens.
-        return self.tokenizer(text, add_special_tokens=not self._has_template)["input_ids"]

@@ -14,7 +14,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from trainers import attention, session
 from trainers.arguments import ArgumentsBase, AsyncGRPOConfig
 from trainers.checkpoint import checkpoints, fault, latest_whole
 from trainers.config import GRPOConfig
-from trainers.data import Rows, load_tokenizer
+from trainers.data import as_data, load_tokenizer
 from trainers.distributed import shutdown_distributed
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop import TrainLoop
 from trainers.rewards import reward_name
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.payload import Payload, count_train_call, in_rollout_process, require_picklable
+from trainers.rollouts.tools import Toolbox, make_tool
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,15 @@ class AsyncGRPOTrainer:
         reward_funcs: one or several functions, sync or async. Each is called per group with the dataset's columns, `prompts`,
             `completions` and `completion_ids` as keyword arguments, all lists, and returns a list of numbers or None.
         args: `AsyncGRPOConfig` or a dataclass derived from it. Default: its defaults, in the folder `<model>-AsyncGRPO`.
-        train_dataset: a `datasets.Dataset` or list of dicts with a column `prompt` (text, or a list of chat messages).
+        train_dataset: a `datasets.Dataset` or list of dicts with a column `prompt` (text, or a list of chat messages); or a
+            `datasets.IterableDataset`, which is read in its own order.
         processing_class: tokenizer. Default: the model's.
         callbacks: transformers' `TrainerCallback`s, classes or instances.
         optimizers: (optimizer, scheduler) to use in place of those of `args`; the optimizer over `trainer.model.parameters()`.
+        tools: functions the model may call by their `__name__`, sync or async; the docstring and types of each are what the
+            model is shown, by the chat template.
+        environment_factory: makes the environment of one rollout. Its public methods are tools, `reset(**row)` returns what is
+            appended to the prompt (or None), and `get_reward()`, if there is one, is a reward: reward_funcs may then be empty.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -65,22 +71,26 @@ class AsyncGRPOTrainer:
     def __init__(
         self,
         model: str | PreTrainedModel,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: Any = None,
         train_dataset: Any = None,
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
     ) -> None:
         self._model: PreTrainedModel | None = None if isinstance(model, str) else model
         self.model_name: str = model if isinstance(model, str) else model.config._name_or_path
         self.args: Any = args if args is not None else AsyncGRPOConfig(output_dir=f"{Path(self.model_name).name}-AsyncGRPO")
         self.reward_funcs: list[Any] = (
-            [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+            [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or [])
         )
         self.train_dataset = train_dataset
         self.callbacks = list(callbacks or [])
         self.optimizers = optimizers
+        self.tools = list(tools or [])
+        self.environment_factory = environment_factory
         self._given_tokenizer = processing_class
         self._tokenizer: Any = processing_class
         self._loop: TrainLoop | None = None  # of the last train()
@@ -91,8 +101,14 @@ class AsyncGRPOTrainer:
     def _check(self) -> None:
         if not isinstance(self.args, ArgumentsBase):
             raise TypeError(f"args is a {type(self.args).__name__}: pass an AsyncGRPOConfig, or a dataclass derived from it")
-        if not self.reward_funcs:
-            raise ConfigError("reward_funcs is empty: pass at least one reward function")
+        if not self.reward_funcs and self.environment_factory is None and self.loop_cls is AsyncRolloutLoop:
+            raise ConfigError("reward_funcs is empty: pass at least one reward function, or an environment with `get_reward`")
+        if self.environment_factory is not None and not callable(self.environment_factory):
+            kind = type(self.environment_factory).__name__
+            raise TypeError(f"environment_factory is a {kind}: pass one class or function; it may choose by the row in `reset`")
+        for tool in self.tools:
+            if not callable(tool):
+                raise TypeError(f"tool {tool!r} is a {type(tool).__name__}, which cannot be called: pass a function")
         for function in self.reward_funcs:
             if isinstance(function, str):
                 raise TypeError(
@@ -103,7 +119,7 @@ class AsyncGRPOTrainer:
                 raise TypeError(f"reward function {function!r} is a {type(function).__name__}, which cannot be called")
         if self.train_dataset is None:
             raise ConfigError("train_dataset is missing: pass a Dataset or a list of dicts with a column `prompt`")
-        Rows(self.train_dataset, "train_dataset").require("prompt")
+        as_data(self.train_dataset, "train_dataset").require("prompt")
         if not issubclass(self.loop_cls, AsyncRolloutLoop):
             raise TypeError(f"loop_cls is {self.loop_cls!r}: it must be a subclass of AsyncRolloutLoop")
         if self._model is None and self.model_name.startswith(("/", ".", "~")) and not Path(self.model_name).is_dir():
@@ -116,8 +132,15 @@ class AsyncGRPOTrainer:
     @cached_property
     def config(self) -> GRPOConfig:
         """The run's configuration, as its checkpoints record it."""
-        names = [f"{getattr(function, '__module__', 'python')}:{reward_name(function)}" for function in self.reward_funcs]
-        return self.args.to_config(model=self.model_name, dataset={"path": "train_dataset"}, reward_funcs=names)
+        factory, loop_cls = self.environment_factory, self.loop_cls
+        return self.args.to_config(
+            model=self.model_name,
+            dataset={"path": "train_dataset"},
+            reward_funcs=[_import_path(function) for function in self.reward_funcs],
+            tools=[_import_path(tool) for tool in self.tools],
+            environment_factory=None if factory is None else _import_path(factory),
+            loop_cls=None if loop_cls is AsyncRolloutLoop else _import_path(loop_cls),
+        )
 
     @property
     def model(self) -> PreTrainedModel:
@@ -214,10 +237,15 @@ class AsyncGRPOTrainer:
     def _payload(self) -> Payload:
         """What the rollout process needs of this script; small things are tried now, before anything starts."""
         payload = Payload(self.reward_funcs, self.train_dataset, self._given_tokenizer)
+        payload.tools, payload.environment_factory = self.tools, self.environment_factory
         if self.loop_cls is not AsyncRolloutLoop:
             payload.loop_class, payload.args = self.loop_cls, self.args
         for function in self.reward_funcs:
             require_picklable("reward function", function)
+        for tool in self.tools:
+            require_picklable("tool", tool)
+        require_picklable("environment_factory", self.environment_factory)
+        Toolbox([make_tool(tool) for tool in self.tools])  # what is wrong with their docstrings is said before anything starts
         require_picklable("loop class", payload.loop_class)
         require_picklable("args", payload.args)
         return payload
@@ -250,6 +278,11 @@ class AsyncGRPOTrainer:
             "epoch": state.epoch or 0.0,
         }
         return TrainOutput(state.global_step, loss, metrics)
+
+
+def _import_path(value: Any) -> str:
+    """How a checkpoint's configuration names a Python object; nothing is imported by it."""
+    return f"{getattr(value, '__module__', 'python')}:{reward_name(value)}"
 
 
 def _set_aside(output_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from trainers.types import Prompt, Rollout, RolloutGroup, Sample, TurnRecord, Ve
 PROMPT = Prompt(0, 3, [{"role": "user", "content": "?"}], {}, np.array([5, 9], np.int32))
 
 
-def turn(prompt: list[int], output: list[int], version: int = 0, first_logprob: float = -0.5, **more: np.ndarray) -> TurnRecord:
+def turn(prompt: list[int], output: list[int], version: int = 0, first_logprob: float = -0.5, **more: Any) -> TurnRecord:
     logprobs = np.array([first_logprob - i for i in range(len(output))], np.float32)
     return TurnRecord(
         np.array(prompt, np.int32), np.array(output, np.int32), logprobs, [VersionSpan(0, len(output), version)], "stop", **more
@@ -30,7 +31,7 @@ def brief(sample: Sample) -> tuple[list[int], str]:
     return sample.token_ids.tolist(), "".join("x" if trained else "." for trained in sample.loss_mask)
 
 
-# Each case by hand --------------------------------------------------------------------------------------------------------------
+# Each case by hand ------------------------------------------------------------------------------------------------------------
 
 
 def test_clean_turns_are_one_sample_with_tool_results_as_context() -> None:
@@ -191,7 +192,10 @@ def conversations(draw: st.DrawFn) -> list[TurnRecord]:
         output = draw(tokens)
         record = turn(prompt, output, first_logprob=draw(st.floats(-9, -1, width=32)))
         split = draw(st.integers(0, len(output)))
-        record.spans = [VersionSpan(0, split, draw(st.integers(0, 5))), VersionSpan(split, len(output), draw(st.integers(0, 5)))]
+        record.spans = [
+            VersionSpan(0, split, draw(st.integers(0, 5))),
+            VersionSpan(split, len(output), draw(st.integers(0, 5))),
+        ]
         turns.append(record)
         held = prompt + output
     return turns

@@ -5,50 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.fake_engine import CharTokenizer, fake_config
+from tests.support.rollout_runs import by_rank, only_step, running
 from tests.support.stub_server import StubServer
 from trainers.errors import ConfigError, DatasetError, RolloutFailures
-from trainers.rollouts.build import build_engine
-from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.loop import AsyncRolloutLoop
-from trainers.rollouts.payload import Payload
 from trainers.types import Prompt, Rollout, RolloutGroup
-
-Reward = Callable[..., Any]
-
-
-def by_rank(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float(i) for i in range(len(completions))]
-
-
-@asynccontextmanager
-async def running(
-    stub: StubServer, rewards: list[Reward], prompts: int = 4, loop_class: type | None = None, args: Any = None, **changes: Any
-) -> AsyncIterator[StepEngine]:
-    """An engine over the real loop, synced at version 0. Its step has room for everything, so that it ends with the data."""
-    async with stub.run():
-        changes = {"per_device_train_batch_size": 1000, "max_rollout_failure_frac": 1.0, "num_generations": 3} | changes
-        config = fake_config(vllm_server_base_url=stub.url, max_completion_length=8, keep_rollout_every=1, **changes)
-        rows = [{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)]
-        payload = Payload(reward_funcs=rewards, dataset=rows, tokenizer=CharTokenizer(), loop_class=loop_class, args=args)
-        engine, _ = await build_engine(config, payload, version=0, resume_step=0, world_size=1)
-        engine.start()
-        engine.synced(0)
-        try:
-            yield engine
-        finally:
-            await engine.close()
-
-
-async def only_step(engine: StepEngine) -> Any:
-    return await asyncio.wait_for(engine.step(1, 0), 60)
 
 
 async def test_a_whole_epoch_becomes_one_step() -> None:

@@ -1,5 +1,7 @@
 """From the turns of a rollout to training samples (NumPy only).
 
+One conversation, one advantage: every sequence that reconciliation makes of it carries the same.
+
     turns ─▶ reconcile ─▶ sequences with `origin` ─▶ per-token arrays of all turns, gathered at the trained tokens ─▶ samples
 """
 
@@ -27,19 +29,16 @@ class _Sampled:
         self._candidate_ids = _joined([turn.candidate_ids for turn in filled])
         self._candidate_counts = _joined([turn.candidate_counts for turn in filled])
 
-    def sampler_fields(self, index: np.ndarray) -> dict[str, np.ndarray | None]:
-        """The `top_*` and `candidate_*` fields of a sample whose trained tokens are those at `index`."""
-        fields: dict[str, np.ndarray | None] = {
-            "top_ids": None if self._top_ids is None else self._top_ids[index],
-            "top_logprobs": None if self._top_logprobs is None else self._top_logprobs[index],
-        }
+    def fill(self, sample: Sample, index: np.ndarray) -> None:
+        """Set the `top_*` and `candidate_*` fields of a sample whose trained tokens are those at `index`."""
+        if self._top_ids is not None and self._top_logprobs is not None:
+            sample.top_ids, sample.top_logprobs = self._top_ids[index], self._top_logprobs[index]
         if self._candidate_ids is not None and self._candidate_counts is not None:
             counts = self._candidate_counts[index]
             ends = np.cumsum(self._candidate_counts)
             shift = (ends - self._candidate_counts)[index] - (np.cumsum(counts) - counts)
-            fields["candidate_ids"] = self._candidate_ids[np.repeat(shift, counts) + np.arange(counts.sum())]
-            fields["candidate_counts"] = counts
-        return fields
+            sample.candidate_ids = self._candidate_ids[np.repeat(shift, counts) + np.arange(counts.sum())]
+            sample.candidate_counts = counts
 
 
 def _versions(turn: TurnRecord) -> np.ndarray:
@@ -64,7 +63,7 @@ def _sample(group: str, sequence: TokenSequence, sampled: _Sampled, advantage: f
     logprobs[mask] = sampled.logprobs[index]
     versions = np.full(len(mask), -1, np.int32)
     trained = versions[mask] = sampled.versions[index]
-    return Sample(
+    sample = Sample(
         group=group,
         token_ids=sequence.token_ids,
         loss_mask=mask,
@@ -73,8 +72,9 @@ def _sample(group: str, sequence: TokenSequence, sampled: _Sampled, advantage: f
         version_min=int(trained.min()),
         version_max=int(trained.max()),
         versions=versions,
-        **sampled.sampler_fields(index),
     )
+    sampled.fill(sample, index)
+    return sample
 
 
 def rollout_samples(rollout: Rollout, advantage: float, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:

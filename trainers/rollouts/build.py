@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,13 @@ import numpy as np
 
 from trainers.algorithms import build_algorithm
 from trainers.config import AsyncTrainerConfig, GRPOConfig, SFTConfig, TrainerConfig
-from trainers.data import PromptBuilder, Rows, as_data, check_columns, load_data, load_tokenizer
-from trainers.errors import ConfigError
+from trainers.data import Rows, as_data, check_columns, load_data
 from trainers.metrics import MetricBag
-from trainers.rewards import load_callable
 from trainers.rollouts.engine import StepEngine
-from trainers.rollouts.loop import AsyncRolloutLoop
+from trainers.rollouts.parts import Parts, loop_class
 from trainers.rollouts.payload import Payload
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import SamplingForm
-from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.snapshot import read_state
 from trainers.rollouts.source import RecordedSource, RolloutSource
 from trainers.streams import Stream
@@ -34,27 +29,6 @@ def concurrency_cap(config: AsyncTrainerConfig, world_size: int) -> int:
         return config.max_concurrent_rollouts
     per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
     return max(config.max_staleness, 1) * per_step
-
-
-def tokenizer_without_torch(config: TrainerConfig) -> Any:
-    """The tokenizer, loaded without torch if nothing here has imported it yet: that saves 5 s of CPU and 300 MB.
-
-    transformers looks for torch once, when it is imported. It is forgotten afterwards, so that a reward function that wants a
-    model finds one that knows of torch.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules or config.trust_remote_code:
-        return load_tokenizer(config)
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment]  # how Python marks a module as not to be found
-    try:
-        return load_tokenizer(config)
-    finally:
-        del sys.modules["torch"]
-        if isinstance(config, GRPOConfig) and not all(
-            spec.path.startswith("trainers.rewards:") for spec in config.reward_funcs
-        ):
-            for name in [name for name in sys.modules if name == "transformers" or name.startswith("transformers.")]:
-                del sys.modules[name]
 
 
 def open_data(config: TrainerConfig, payload: Payload, resume_dir: Path | None) -> Rows | Stream:
@@ -92,10 +66,12 @@ async def build_engine(
     say(f"reading the data ({config.dataset.path})")
     rows = await asyncio.to_thread(open_data, config, payload, resume_dir)
     say(f"loading the tokenizer of {config.model}")
-    tokenizer = payload.tokenizer or await asyncio.to_thread(tokenizer_without_torch, config)
-    builder = PromptBuilder(tokenizer, config)
-    algorithm = build_algorithm(config)
     metrics = MetricBag()
+    threads = concurrency_cap(config, world_size) if isinstance(config, AsyncTrainerConfig) else 0
+    parts = Parts(config, payload, metrics, threads)
+    await parts.open()
+    builder = parts.builder
+    algorithm = build_algorithm(config)
     rng = np.random.default_rng([config.seed, resume_step])
     holder: list[StepEngine] = []  # the loop reports progress to the engine, which is built after it
 
@@ -104,18 +80,12 @@ async def build_engine(
         source = RecordedSource(builder, algorithm, config.max_length)
     else:
         assert isinstance(config, GRPOConfig), config
-        functions = payload.reward_funcs or [load_callable(spec) for spec in config.reward_funcs]
-        if not functions and payload.loop_class is None:
-            raise ConfigError("no reward function is given: name at least one in `reward_funcs`")
-        if config.reward_weights is not None and len(config.reward_weights) != len(functions):
-            raise ConfigError(f"reward_weights has {len(config.reward_weights)} values for {len(functions)} reward functions")
-        loop_class: type[AsyncRolloutLoop] = payload.loop_class or AsyncRolloutLoop
-        source = loop_class(
+        source = loop_class(config, payload)(
             payload.args if payload.args is not None else config,
             settings=config,
             algorithm=algorithm,
             rows=rows,
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             pool=ServerPool(
                 config.server_urls,
                 config.vllm_server_timeout,
@@ -123,7 +93,8 @@ async def build_engine(
                 on_retry=lambda cause: metrics.add("rollout/vllm_retry_total", 1),
                 form=SamplingForm.of(config, algorithm.sampler_needs()),
             ),
-            scorer=Scorer(functions, config.reward_weights, metrics),
+            conversations=parts.conversations(config, lambda: holder[0].progress()),
+            scorer=parts.scorer(config),
             metrics=metrics,
             next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
             progress=lambda: holder[0].progress(),
@@ -154,6 +125,6 @@ async def build_engine(
         "fingerprint": engine.fingerprint,
         "token_budget": token_budget,
         "max_sequence_tokens": source.max_sequence_tokens,
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(parts.tokenizer),
     }
     return engine, info

@@ -14,7 +14,8 @@ import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
 from trainers.errors import ServerError
 from trainers.metrics import MetricBag, sanitize
+from trainers.rollouts.conversation import Conversations, Limits
 from trainers.rollouts.failures import FailureWindow
 from trainers.rollouts.pool import Lease, ServerPool
 from trainers.rollouts.protocol import RequestFailed
 from trainers.rollouts.scoring import Scorer
-from trainers.rollouts.source import Dropped, decode
-from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord
+from trainers.rollouts.source import Dropped
+from trainers.streams import Stream
+from trainers.types import Message, Prompt, Rollout, RolloutGroup, TurnRecord
 
 _REQUEST: contextvars.ContextVar[GenerationRequest] = contextvars.ContextVar("request of this rollout")
 _LEASE: contextvars.ContextVar[Lease] = contextvars.ContextVar("server of this rollout")
@@ -43,7 +46,7 @@ class AsyncRolloutLoop:
 
     Attributes:
         config: the run's configuration; the object given as `args` when a trainer class started the run.
-        rows: the dataset.
+        rows: the dataset (`Rows`, or `Stream`).
         tokenizer: the student's.
     """
 
@@ -53,9 +56,10 @@ class AsyncRolloutLoop:
         *,
         settings: AsyncTrainerConfig,
         algorithm: Algorithm,
-        rows: Rows,
+        rows: Rows | Stream,
         tokenizer: Any,
         pool: ServerPool,
+        conversations: Conversations,
         scorer: Scorer,
         metrics: MetricBag,
         next_seed: Callable[[], int],
@@ -66,7 +70,7 @@ class AsyncRolloutLoop:
         self.tokenizer = tokenizer
         self.max_sequence_tokens = 0
         self._settings, self._algorithm = settings, algorithm
-        self._pool, self._scorer, self._metrics = pool, scorer, metrics
+        self._pool, self._conversations, self._scorer, self._metrics = pool, conversations, scorer, metrics
         self._next_seed, self._progress = next_seed, progress
         self._failures = FailureWindow(settings.max_rollout_failure_frac)
         self._version = 0
@@ -83,8 +87,7 @@ class AsyncRolloutLoop:
 
     async def generate_one(self, prompt: Prompt) -> Rollout:
         """One rollout. May set its `reward`, to which those of the reward functions are added."""
-        turn = await self.turn(prompt.token_ids)
-        return Rollout(prompt, [turn], [{"role": "assistant", "content": decode(self.tokenizer, turn.output_ids)}])
+        return await self.converse(prompt)
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """float32 [G]: the algorithm's advantages. Runs for every group, also one that is dropped afterwards."""
@@ -92,8 +95,25 @@ class AsyncRolloutLoop:
 
     # For hooks
 
-    async def turn(self, prompt_ids: np.ndarray) -> TurnRecord:
-        """One generation call from token ids, with the temperature and length the algorithm asked for.
+    async def converse(self, prompt: Prompt, messages: Sequence[Message] | None = None) -> Rollout:
+        """A conversation with the run's tools and, where it has one, an environment of its own.
+
+        Args:
+            messages: what it begins with, in place of the prompt's messages.
+
+        Raises:
+            RequestFailed: the server, a tool or the environment gave up on it.
+        """
+        if messages is not None:
+            prompt = replace(prompt, messages=list(messages), token_ids=self._conversations.chat.prompt_ids(messages))
+        limits = Limits(_REQUEST.get().max_tokens, self.max_sequence_tokens)
+        return await self._conversations.run(prompt, prompt.data, self.turn, limits)
+
+    async def turn(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> TurnRecord:
+        """One generation call from token ids, with the temperature the algorithm asked for.
+
+        Args:
+            max_tokens: most tokens to sample; None: what the algorithm asked for.
 
         Raises:
             RequestFailed: refused by the server, or out of time.
@@ -104,14 +124,16 @@ class AsyncRolloutLoop:
             raise RequestFailed(
                 "too_long", f"{len(prompt_ids)} tokens leave no room in max_model_len {self.max_sequence_tokens}"
             )
+        began_s = time.time()
         turn = await self._pool.turn(
             prompt_ids,
             lease=_LEASE.get(),
             temperature=request.temperature,
-            max_tokens=min(request.max_tokens, room),
+            max_tokens=min(request.max_tokens if max_tokens is None else max_tokens, room),
             seed=self._next_seed(),
             version=lambda: self._version,
         )
+        turn.began_s, turn.ended_s = began_s, time.time()
         self._progress()
         return turn
 
@@ -199,6 +221,7 @@ class AsyncRolloutLoop:
         begun, finished = time.monotonic(), False
         try:
             rollout = await self.generate_one(prompt)
+            self._conversations.finish(rollout)
             finished = True
         except RequestFailed as error:
             rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
@@ -235,6 +258,7 @@ class AsyncRolloutLoop:
             add("rollout/turns_mean", len(rollout.turns))
             add("rollout/turns_max", len(rollout.turns))
             add("rollout/generated_tok_s", length, 0.0)  # the engine adds the seconds
+        self._conversations.measure(group.rollouts)
         rewards = group.rewards[~np.isnan(group.rewards)]
         if len(rewards):
             add("reward", rewards.sum(), len(rewards))
@@ -245,7 +269,7 @@ class AsyncRolloutLoop:
         if self._generating:
             oldest = time.monotonic() - min(self._generating.values())
             text = f"generation waits for {self._pool.describe()}: {len(self._generating)} rollouts in flight, the oldest for "
-            return text + f"{oldest:.0f} s{self._pool.trouble}"
+            return text + f"{oldest:.0f} s{self._pool.trouble}{self._conversations.describe()}"
         if self._scorer.pending:
             return f"scoring: {self._scorer.pending} groups wait for the reward functions"
         return "generation is idle"
@@ -258,4 +282,5 @@ class AsyncRolloutLoop:
 
     async def close(self) -> None:
         self._scorer.close()
+        await self._conversations.close()
         await self._pool.close()

@@ -28,6 +28,7 @@ from trainers.errors import ConfigError
 
 MAIN_ALIAS = "__loopwright_main__"
 INERT_ENV = "LOOPWRIGHT_ROLLOUT_PROCESS"
+_LISTS = ("reward_funcs", "tools")  # fields of `Payload` whose items are pickled one by one, in this order
 _WAYS = (
     "Write it as (1) a function at the top level of a module or script, (2) `functools.partial` of such a function, for "
     "arguments known beforehand, or (3) an instance of a class defined at top level with `__call__`, for state"
@@ -38,8 +39,8 @@ _WAYS = (
 class Payload:
     """What cannot be said in JSON.
 
-    `reward_funcs` replace the config's; `dataset` is a `datasets.Dataset` or list of dicts; `tokenizer` replaces the model's;
-    `loop_class` a subclass of `AsyncRolloutLoop`; `args` is what that loop sees as `self.config`.
+    `reward_funcs`, `tools` and `environment_factory` replace the config's; `dataset` is a `datasets.Dataset` or list of dicts;
+    `tokenizer` replaces the model's; `loop_class` is a subclass of `AsyncRolloutLoop`, `args` what it sees as `self.config`.
     """
 
     reward_funcs: list[Any] | None = None
@@ -47,6 +48,8 @@ class Payload:
     tokenizer: Any = None
     loop_class: type | None = None
     args: Any = None
+    tools: list[Any] | None = None
+    environment_factory: Any = None
 
 
 # train() calls: a script may train twice, and the second run's rollout process must get past the first call ----------------
@@ -137,14 +140,21 @@ def write_payload(payload: Payload, directory: Path) -> Path:
     """
     main = _main_script()
     parts = [_pickled("reward function", function, main) for function in payload.reward_funcs or []]
-    names = {"dataset": "train_dataset", "tokenizer": "processing_class", "loop_class": "loop class", "args": "args"}
+    parts += [_pickled("tool", function, main) for function in payload.tools or []]
+    names = {
+        "dataset": "train_dataset",
+        "tokenizer": "processing_class",
+        "loop_class": "loop class",
+        "args": "args",
+        "environment_factory": "environment_factory",
+    }
     parts += [_pickled(what, getattr(payload, field), main) for field, what in names.items()]
     header = {
         "main": main,
         "path": [os.path.abspath(entry) for entry in sys.path],
         "argv": sys.argv,
         "train_call": _train_calls,
-        "reward_funcs": None if payload.reward_funcs is None else len(payload.reward_funcs),
+        **{name: None if (given := getattr(payload, name)) is None else len(given) for name in _LISTS},
         "fields": list(names),
     }
     file = directory / "payload.pickle"
@@ -171,8 +181,10 @@ def read_payload(file: Path) -> Payload:
         sys.argv = header["argv"]
         _stop_at = header["train_call"]
         unpickler = functools.partial(_Unpickler, stream, header["main"])
-        count = header["reward_funcs"]
-        payload = Payload(reward_funcs=None if count is None else [unpickler().load() for _ in range(count)])
+        counts = {name: header[name] for name in _LISTS}
+        payload = Payload()
+        for name, count in counts.items():
+            setattr(payload, name, None if count is None else [unpickler().load() for _ in range(count)])
         return dataclasses.replace(payload, **{field: unpickler().load() for field in header["fields"]})
 
 

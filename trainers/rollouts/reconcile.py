@@ -83,11 +83,7 @@ def reconcile(turns: Sequence[TurnRecord], fork_threshold_tokens: int) -> Reconc
         lost = len(held) - matched
         if number:
             kind: DriftKind = (
-                "clean"
-                if lost == 0
-                else "realign"
-                if matched >= response_start and lost < fork_threshold_tokens
-                else "fork"
+                "clean" if lost == 0 else "realign" if matched >= response_start and lost < fork_threshold_tokens else "fork"
             )
             drift.append(Drift(kind, lost))
             if kind == "fork":

@@ -1,0 +1,145 @@
+"""Message lists to token ids by the tokenizer's chat template, and sampled ids back to an assistant message.
+
+    messages ─▶ render (template, with tools) ─▶ encode ─▶ prompt ids ─▶ server ─▶ output ids ─▶ read ─▶ message, calls
+
+Invariants:
+- the ids of a message list are those `tokenizer(template(messages))` gives, by whichever way they are made;
+- reading never raises for what a model wrote: a call that cannot be read becomes one with a `problem`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainers.errors import ConfigError
+from trainers.rollouts.call_formats import RequestedCall, call_of, format_of
+from trainers.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the model said in one turn: the message for the history, and the tool calls in it, in its order."""
+
+    message: Message
+    calls: list[RequestedCall] = field(default_factory=list)
+
+
+class Chat:
+    """A tokenizer with its chat template (plain text without one) and the tools every prompt shows.
+
+    Args:
+        template_kwargs: further arguments of the template.
+        tools: JSON schemas of the tools, as `transformers.utils.get_json_schema` gives them.
+
+    Raises:
+        ConfigError: there are tools, and the template would not show them to the model.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None, tools: Sequence[dict] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._kwargs = dict(template_kwargs or {})
+        self._tools = list(tools)
+        self._backend = _backend_of(tokenizer)
+        if self._tools:
+            self._kwargs["tools"] = self._tools
+            template = _template_text(tokenizer, self._tools)
+            if not re.search(r"\btools\b", template):
+                names = ", ".join(tool["function"]["name"] for tool in self._tools)
+                raise ConfigError(
+                    f"there are tools ({names}), but the tokenizer's chat template does not mention `tools`: the model would "
+                    "never see them. Use a model whose template renders tools, or set `tokenizer.chat_template` to one that "
+                    "does and save it with the model"
+                )
+            self._format = format_of(template)
+            self._has_response_template = getattr(tokenizer, "response_template", None) is not None
+
+    def render(self, messages: Sequence[Message], generation: bool = True) -> str:
+        """The text of a message list; `generation`: with what begins an answer."""
+        if not self.has_template:
+            return "".join(str(message["content"]) for message in messages)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation, **self._kwargs
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [P]: the ids of rendered text. A template writes its own special tokens."""
+        special, backend = not self.has_template, self._backend
+        # A hook may have used the tokenizer with padding or truncation, which stay set until the next plain call.
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+        return np.array(backend.encode_batch_fast([text], add_special_tokens=special)[0].ids, np.int32)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
+        """int32 [P]: the rendering with what begins an answer."""
+        return self.encode(self.render(messages))
+
+    def text(self, ids: np.ndarray, special: bool = False) -> str:
+        """Text of ids; special tokens only if asked for."""
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=not special)
+
+    def read(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> Said:
+        """The message sampled after a prompt. Tool calls are looked for only where there are tools."""
+        if not self._tools:
+            return Said({"role": "assistant", "content": self.text(output_ids)})
+        if self._has_response_template:
+            return self._read_by_template(prompt_ids, output_ids)
+        marked = self.text(output_ids, special=True)
+        if not self._format.begins(marked):
+            return Said({"role": "assistant", "content": self.text(output_ids)})
+        calls, rest = self._format.parse(marked, self._tools)
+        if not calls:
+            return Said({"role": "assistant", "content": self.text(output_ids)})
+        for token in getattr(self.tokenizer, "all_special_tokens", ()):
+            rest = rest.replace(token, "")
+        return self._said({"role": "assistant", "content": rest.strip("\n")}, calls, output_ids)
+
+    def _read_by_template(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> Said:
+        """With the parser that comes with the tokenizer."""
+        try:
+            message = self.tokenizer.parse_response(output_ids.tolist(), prefix=prompt_ids.tolist(), tools=self._tools)
+            calls = [call_of(entry["function"], entry.get("id")) for entry in message.get("tool_calls") or []]
+        except Exception as error:  # whatever its parser thinks of what the model wrote
+            message = {"role": "assistant"}
+            calls = [RequestedCall("", {}, f"the tool call cannot be read: {error}")]
+        message = {"content": "", **message}
+        message.pop("tool_calls", None)
+        return self._said(message, calls, output_ids) if calls else Said(message)
+
+    def _said(self, message: Message, calls: list[RequestedCall], output_ids: np.ndarray) -> Said:
+        if any(call.problem for call in calls):
+            # No template could write a broken call as the model did: it stays in the history as text, token for token, so that
+            # what is trained is what was sampled, and the tool's answer says what is wrong with it.
+            return Said({"role": "assistant", "content": self.text(output_ids)}, calls)
+        entries = []
+        for call in calls:
+            entry: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            entries.append({"id": call.id, **entry} if call.id is not None else entry)
+        return Said({**message, "tool_calls": entries}, calls)
+
+
+def _template_text(tokenizer: Any, tools: list[dict]) -> str:
+    """The template used when there are tools: some tokenizers have a named one for that."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    return str(tokenizer.get_chat_template(None, tools) if hasattr(tokenizer, "get_chat_template") else tokenizer.chat_template)
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` behind a fast tokenizer that adds nothing of its own to it, else None.
+
+    Called directly it does without what transformers checks at every call and without character offsets: a third of the time.
+    """
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if backend is None or not hasattr(backend, "encode_batch_fast") or getattr(tokenizer, "split_special_tokens", True):
+        return None
+    ways = [getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus", "_batch_encode_plus")]
+    if not all(way is None or way.__module__.startswith("transformers.tokenization_utils") for way in ways):
+        return None
+    tokenizer("")  # clears the padding and truncation its file may ask for, as every call does
+    return backend
