@@ -147,6 +147,7 @@ def _ours(plan: Plan) -> Iterator[Taken]:
         index = 1
         while (step := source.next_step(index, index - 1)) is not None:
             source.request_step(index + 1, index)
+            source.fetch(index, 0)
             source.drain_rollouts()
             yield Taken(step.totals.sequences, step.totals.forwarded_tokens, step.totals.tokens)
             source.committed(index)

@@ -28,7 +28,7 @@ from trainers.loop import TrainLoop
 from trainers.model import build_policy
 from trainers.packing import pack_step
 from trainers.step_source import STATE_FILE, SourceInfo
-from trainers.types import Sample, Step, StepPlan
+from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan
 
 # Layers, hidden, intermediate, query heads, key-value heads, head dim, vocabulary; then tokens per row and sample.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -66,6 +66,8 @@ class MemorySource:
     microbatches: int
     ranks: int = 1
     done: list[int] = field(default_factory=list)
+    rows_address: str | None = None
+    held: dict[int, Step] = field(default_factory=dict)
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
         self.ranks = world_size
@@ -74,7 +76,7 @@ class MemorySource:
     def request_step(self, index: int, train_version: int) -> None:
         """Steps are made when they are taken."""
 
-    def next_step(self, index: int, train_version: int) -> Step | None:
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
         if index > self.steps:
             return None
         rng = np.random.default_rng(index)
@@ -82,16 +84,25 @@ class MemorySource:
         count = per_row * self.ranks * self.microbatches
         mask = np.arange(self.sample_tokens) >= self.sample_tokens // 2
         logprobs = np.where(mask, -np.log(self.vocab), 0).astype(np.float32)
+        versions = np.where(mask, 0, -1).astype(np.int32)
         samples = [
-            Sample(f"0:{i}", rng.integers(0, self.vocab, len(mask)).astype(np.int32), mask, logprobs, (-1.0) ** i, 0, 0)
-            for i in range(count)
+            Sample(f"0:{i}", tokens.astype(np.int32), mask, logprobs, (-1.0) ** i, 0, 0, versions)
+            for i, tokens in enumerate(rng.integers(0, self.vocab, (count, len(mask))))
         ]
         ids = iter(range(count))
         rows = [[[next(ids) for _ in range(per_row)] for _ in range(self.ranks)] for _ in range(self.microbatches)]
-        return pack_step(index, StepPlan(rows), samples, {})
+        self.held[index] = pack_step(index, StepPlan(rows), samples, {})
+        return StepHead(index, self.held[index].totals, {})
+
+    def fetch(self, index: int, rank: int) -> list[PackedRow]:
+        return [microbatch[rank] for microbatch in self.held[index].rows]
+
+    def check(self) -> None:
+        """Nothing ends it."""
 
     def committed(self, index: int) -> None:
         self.done.append(index)
+        del self.held[index]
 
     def synced(self, version: int) -> None:
         """Nothing is generated."""

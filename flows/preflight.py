@@ -82,10 +82,10 @@ def check_dataset(
     name: str, dataset: DatasetConfig, rewards: Mapping[str, Callable[..., Any]], completions: bool = False
 ) -> Iterator[str]:
     """It can be read, and has the columns that the run and its reward functions need."""
-    from trainers.data import load_rows
+    from trainers.data import load_data
 
     try:
-        rows = load_rows(dataset.model_validate(resolve(dataset.model_dump())))
+        rows = load_data(dataset.model_validate(resolve(dataset.model_dump())))
     except LoopwrightError as error:
         yield f"{name}: {_first_line(error)}"
         return

@@ -37,7 +37,8 @@ class PrintSink:
     """One line a step on standard output."""
 
     def started(self, info: SourceInfo, resume_step: int) -> None:
-        print(f"{info.prompts} prompts, data {info.fingerprint}, from step {resume_step}", flush=True)
+        size = "a stream of" if info.prompts is None else info.prompts
+        print(f"{size} prompts, data {info.fingerprint}, from step {resume_step}", flush=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         shown = ("loss", "reward", "grad_norm", "learning_rate", "num_tokens", "perf/step_s", "eval/accuracy")

@@ -41,10 +41,16 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None
     control: dist.ProcessGroup | None
+    local_world_size: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks run on this machine."""
+        return self.local_world_size == self.world_size
 
     def rank_zero(self, fn: Callable[[], T]) -> T:
         """Run `fn` on rank 0 and hand its result to every rank.
@@ -129,7 +135,7 @@ def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False) -> 
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup), "every rank is a member"
-    return Ranks(rank, world, local_rank, device, mesh, control)
+    return Ranks(rank, world, local_rank, device, mesh, control, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def shutdown_distributed() -> None:

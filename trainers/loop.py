@@ -1,7 +1,7 @@
 """The training loop: one optimizer step per `Step` of the source, whatever the algorithm.
 
-    source ─▶ Step ─scatter─▶ rows of this rank ─▶ forward, loss, backward per micro-batch ─▶ clip ─▶ optimizer ─▶ committed
-                                                                                          weight sync ─▶ synced ◀┘
+    source ─▶ step ─fetch─▶ rows of this rank ─▶ forward, loss, backward per micro-batch ─▶ clip ─▶ optimizer ─▶ committed
+                                                                                         weight sync ─▶ synced ◀┘
 
 Invariants the loop keeps:
 - a loss is divided by the whole step's counts and gradients are summed over ranks, so layout never changes the update;
@@ -37,8 +37,9 @@ from trainers.errors import CheckpointError, ConfigError, DivergenceError
 from trainers.losses import loss_inputs, normalise
 from trainers.metrics import MetricBag, spec_of
 from trainers.model import Policy, compute_dtype
+from trainers.rank_rows import RankRows
 from trainers.step_source import SourceInfo, StepSource
-from trainers.types import PackedRow, Step, StepTotals
+from trainers.types import PackedRow, StepHead, StepTotals
 from trainers.weight_sync import WeightSync
 from trainers.window import MetricWindow, metric_names
 
@@ -111,6 +112,7 @@ class TrainLoop:
         self.last_saved: tuple[int, Path | None] = (-1, None)
         self.last_logged = 0
         self.info: SourceInfo | None = None
+        self._rows = RankRows(ranks, source, config.rollout_worker_timeout)
         self._last_values: dict[str, float] = {}
         self._completions: list[dict[str, Any]] = []  # to print, of the newest step that sent any
 
@@ -143,6 +145,7 @@ class TrainLoop:
                 raise CheckpointError(f"the last step, {state.global_step}, could not be saved; see the warnings above")
             self.callbacks.fire("on_train_end")
         finally:
+            self._rows.close()
             if self._source is not None:
                 self._source.close()
             if self.weight_sync is not None:
@@ -171,6 +174,7 @@ class TrainLoop:
             "resume_step": state.global_step,
         }
         self.info = self.ranks.rank_zero(lambda: self.source.start(**start))
+        self._rows.open()
         if self.ranks.is_main:
             self.sink.started(self.info, state.global_step)
         vocabulary = self.policy.model.config.get_text_config().vocab_size
@@ -186,7 +190,7 @@ class TrainLoop:
         began = time.perf_counter()
         state, index = self.callbacks.state, self.callbacks.state.global_step + 1
         with self.timer.host("rollout_wait"):
-            work, step = self._next_work(index)
+            work, head = self._next_work(index)
         if work is None:
             return "data"
         self.callbacks.fire("on_step_begin")
@@ -199,7 +203,7 @@ class TrainLoop:
         if self.weight_sync and index % getattr(self.config, "weight_sync_steps", 1) == 0:
             self.version += 1
             self._push_weights()
-        self._account(step, norm, time.perf_counter() - began)
+        self._account(head, norm, time.perf_counter() - began)
         signalled = self.callbacks.step_end(self.stop_requested())
         control = self.callbacks.control
         if control.should_log:
@@ -213,30 +217,24 @@ class TrainLoop:
     def _finished(self) -> bool:
         return 0 <= self.config.max_steps <= self.callbacks.state.global_step
 
-    def _next_work(self, index: int) -> tuple[Work | None, Step | None]:
-        """This rank's part of step `index`, and on rank 0 the whole step; asks for the step after it."""
-        step: Step | None = None
+    def _next_work(self, index: int) -> tuple[Work | None, StepHead | None]:
+        """This rank's part of step `index`, and on rank 0 what is said of it; asks for the step after it."""
+        head: StepHead | None = None
 
-        def fetch() -> tuple[StepTotals, float | None] | None:
-            nonlocal step
-            step = self.source.next_step(index, self.version)
-            if step is None:
+        def hand_over() -> tuple[StepTotals, float | None] | None:
+            nonlocal head
+            head = self.source.next_step(index, self.version)
+            if head is None:
                 return None
-            assert step.index == index, f"asked for step {index}, got {step.index}"
-            assert all(len(row) == self.ranks.world_size for row in step.rows), (
-                f"step {index} is planned for another world size"
-            )
+            assert head.index == index, f"asked for step {index}, got {head.index}"
             if not 0 <= self.config.max_steps <= index:
                 every = getattr(self.config, "weight_sync_steps", 1)
                 self.source.request_step(index + 1, self.version + (1 if self.weight_sync and index % every == 0 else 0))
-            epoch = step.metrics.get("epoch")
-            return step.totals, epoch[0] / epoch[1] if epoch else None
+            epoch = head.metrics.get("epoch")
+            return head.totals, epoch[0] / epoch[1] if epoch else None
 
-        head = self.ranks.rank_zero(fetch)
-        if head is None:
-            return None, None
-        parts = None if step is None else [[micro[rank] for micro in step.rows] for rank in range(self.ranks.world_size)]
-        return Work(self.ranks.scatter(parts), *head), step
+        told = self.ranks.rank_zero(hand_over)
+        return (None, None) if told is None else (Work(self._rows.fetch(index), *told), head)
 
     def _train(self, work: Work) -> float:
         """Gradients of the whole step and the optimizer's step; returns the gradient norm before clipping.
@@ -286,7 +284,7 @@ class TrainLoop:
         if self.ranks.is_main:
             self.source.synced(self.version)
 
-    def _account(self, step: Step | None, norm: float, seconds: float) -> None:
+    def _account(self, step: StepHead | None, norm: float, seconds: float) -> None:
         """Rank 0: add the step's own metrics, times and rates to the bag; say which side limits."""
         times = self.timer.drain()
         if step is None:
@@ -302,7 +300,7 @@ class TrainLoop:
         bag.add("perf/forwarded_tok_s_fwd_bwd", totals.forwarded_tokens, times["fwd_bwd"])
         bag.add("perf/forwarded_tok_s_wall_clock", totals.forwarded_tokens, seconds)
         bag.add("perf/trained_tok_s_wall_clock", totals.tokens, seconds)
-        flops = self.flops.step(step)
+        flops = self.flops.step(totals)
         self.callbacks.state.total_flos += flops
         if self.ranks.device.type == "cuda":
             dtype = compute_dtype(self.config, self.ranks.device) or self.policy.model.dtype

@@ -116,10 +116,11 @@ class RunSink:
             "source": dataset.path,
             "digest": info.fingerprint,
             "name": Path(dataset.path).name,
-            "rows": info.prompts,
             "split": dataset.split,
             "context": "training",
         }
+        if info.prompts is not None:
+            entry["rows"] = info.prompts
         self.tracker.start(self.params, entry, resume_step)
         self.is_started = True
         self._first = (resume_step, time.monotonic())

@@ -1,4 +1,4 @@
-"""Samples to packed rows, and steps to raw arrays and back. NumPy array code, no per-token Python.
+"""Samples to packed rows, and rows to raw arrays and back. NumPy array code, no per-token Python.
 
 A row lays its samples end to end without padding. The loss term of the token at row position p has `token_index` p − 1: the
 position whose logits predict it. See `PackedRow` for the worked example.
@@ -7,11 +7,12 @@ position whose logits predict it. See `PackedRow` for the worked example.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from trainers.types import PackedRow, Sample, Step, StepPlan, StepTotals
+from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan, StepTotals
 
 
 def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
@@ -95,35 +96,32 @@ def pack_step(index: int, plan: StepPlan, samples: Sequence[Sample], metrics: di
             sequences=len(samples),
             groups=len({sample.group for sample in samples}),
             forwarded_tokens=sum(len(sample.token_ids) for sample in samples),
+            squared_tokens=sum(len(sample.token_ids) ** 2 for sample in samples),
         ),
         metrics=metrics,
     )
 
 
-def step_to_wire(step: Step) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A step as JSON fields and named arrays: one array per field of `PackedRow`, over all rows, and the rows' lengths."""
-    rows = [row for microbatch in step.rows for row in microbatch]
-    arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in PackedRow.FIELDS}
-    lengths = np.array([[len(getattr(row, name)) for name in PackedRow.FIELDS] for row in rows], dtype=np.int64)
-    totals = step.totals
-    fields = {
+def rows_to_wire(rows: Sequence[PackedRow]) -> dict[str, np.ndarray]:
+    """Rows as named arrays, `<row>.<field>` for every field of `PackedRow`; nothing is copied."""
+    return {f"{i}.{name}": getattr(row, name) for i, row in enumerate(rows) for name in PackedRow.FIELDS}
+
+
+def rows_from_wire(arrays: dict[str, np.ndarray], count: int) -> list[PackedRow]:
+    """Inverse of `rows_to_wire`."""
+    return [PackedRow(**{name: arrays[f"{i}.{name}"] for name in PackedRow.FIELDS}) for i in range(count)]
+
+
+def head_to_wire(step: StepHead) -> dict[str, Any]:
+    """What rank 0 is told of a step, as JSON."""
+    return {
         "index": step.index,
-        "microbatches": len(step.rows),
-        "totals": [totals.tokens, totals.sequences, totals.groups, totals.forwarded_tokens],
+        "totals": asdict(step.totals),
         "metrics": {name: list(pair) for name, pair in step.metrics.items()},
     }
-    return fields, {**arrays, "lengths": lengths}
 
 
-def step_from_wire(fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> Step:
-    """Inverse of `step_to_wire`; the rows' arrays are views of the received buffers."""
-    lengths = arrays["lengths"]
-    columns = [np.split(arrays[name], np.cumsum(lengths[:-1, column])) for column, name in enumerate(PackedRow.FIELDS)]
-    rows = [PackedRow(*parts) for parts in zip(*columns, strict=True)]
-    width = len(rows) // fields["microbatches"]
-    return Step(
-        index=fields["index"],
-        rows=[rows[start : start + width] for start in range(0, len(rows), width)],
-        totals=StepTotals(*fields["totals"]),
-        metrics={name: (pair[0], pair[1]) for name, pair in fields["metrics"].items()},
-    )
+def head_from_wire(fields: dict[str, Any]) -> StepHead:
+    """Inverse of `head_to_wire`."""
+    metrics = {name: (pair[0], pair[1]) for name, pair in fields["metrics"].items()}
+    return StepHead(fields["index"], StepTotals(**fields["totals"]), metrics)

@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
-from trainers.types import Step
+from trainers.types import StepTotals
 
 # Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets. First match in the device's name wins.
 PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -61,14 +60,9 @@ class FlopCounter:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.attention = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
-    def step(self, step: Step) -> float:
-        total = 0.0
-        for micro in step.rows:
-            for row in micro:
-                lengths = np.diff(row.cu_seqlens).astype(np.float64)
-                total += 6 * self.body * len(row.input_ids) + 6 * self.head * len(row.targets)
-                total += self.attention * float((lengths**2).sum())
-        return total
+    def step(self, totals: StepTotals) -> float:
+        forwarded, trained = 6.0 * self.body * totals.forwarded_tokens, 6.0 * self.head * totals.tokens
+        return forwarded + trained + float(self.attention) * totals.squared_tokens
 
 
 class StepTimer:

@@ -1,10 +1,12 @@
 """What the trainer loop asks of whatever produces optimizer steps. NumPy only.
 
-    trainer rank 0 ── request_step / next_step / committed / synced / snapshot ──▶ StepSource (the rollout process)
+    trainer rank 0 ── request_step / next_step / fetch / committed / synced / snapshot ──▶ StepSource (the rollout process)
+    its other ranks ── fetch, through `rows_address` ──────────────────────────────────────┘
 
-A step's life: requested → planned (its samples leave the queue) → `Step` handed over → trained → `committed`. Only then
-do its samples count as trained in the ledger. `snapshot` describes exactly the committed steps: a step that was planned or
-handed over and not committed goes into the buffer and is made again after a resume.
+A step's life: requested → planned (its samples leave the queue) → handed over: `next_step` says what it is and `fetch` gives
+each rank its rows → trained → `committed`. Only then do its samples count as trained in the ledger. `snapshot` describes exactly
+the committed steps: a step that was planned or handed over and not committed goes into the buffer and is made again after a
+resume.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainers.types import Step
+from trainers.types import PackedRow, StepHead
 
 STATE_FILE = "rollout_state.json"
 BUFFER_FILE = "rollout_buffer.npz"
@@ -24,10 +26,11 @@ class SourceInfo:
     """What a source knows once it has read its data.
 
     `token_budget` is the most tokens a packed row may hold (None: rows of a fixed number of samples); `vocab_size` is one more
-    than the largest token id the tokenizer can produce; `prompts` the prompts of one epoch; `fingerprint` that of the dataset.
+    than the largest token id the tokenizer can produce; `prompts` the prompts of one epoch (None: a stream, whose length shows
+    at its end); `fingerprint` that of the dataset.
     """
 
-    prompts: int
+    prompts: int | None
     fingerprint: str
     token_budget: int | None
     max_sequence_tokens: int
@@ -50,8 +53,21 @@ class StepSource(Protocol):
         planned."""
         ...
 
-    def next_step(self, index: int, train_version: int) -> Step | None:
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
         """Wait for step `index` (asking for it if `request_step` did not). None: the data is finished, now and for good."""
+        ...
+
+    def fetch(self, index: int, rank: int) -> list[PackedRow]:
+        """The rows of a rank in a step that was handed over and is not committed, one per micro-batch."""
+        ...
+
+    @property
+    def rows_address(self) -> str | None:
+        """Where the other ranks of this node fetch their rows themselves (`RowClient`); None: only here. Known once started."""
+        ...
+
+    def check(self) -> None:
+        """Raise what ended the source, if anything did: called when a rank could not fetch its rows."""
         ...
 
     def committed(self, index: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainers.packing import pack_step
 from trainers.step_source import STATE_FILE, SourceInfo
-from trainers.types import Sample, Step, StepPlan
+from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan
 
 
 def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest: int = 12, top_k: int = 3) -> list[Sample]:
@@ -58,6 +58,8 @@ class FakeSource:
     closed: bool = False
     ranks: int = 1
     open_request: int | None = None
+    rows_address: str | None = None
+    held: dict[int, Step] = field(default_factory=dict)
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
         self.ranks = world_size
@@ -72,7 +74,7 @@ class FakeSource:
         self.open_request = index
         self.calls.append(("request", index, train_version))
 
-    def next_step(self, index: int, train_version: int) -> Step | None:
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
         self.calls.append(("next", index, train_version))
         self.open_request = None
         if self.fail_at == index:
@@ -82,11 +84,20 @@ class FakeSource:
         if index > self.steps:
             return None
         samples = make_samples(self.seed, index, self.samples_per_step, self.vocab)
-        return pack_step(index, spread(len(samples), self.micro, self.ranks), samples, {"epoch": (index, 10.0)})
+        step = pack_step(index, spread(len(samples), self.micro, self.ranks), samples, {"epoch": (index, 10.0)})
+        self.held[index] = step
+        return StepHead(step.index, step.totals, step.metrics)
+
+    def fetch(self, index: int, rank: int) -> list[PackedRow]:
+        return [microbatch[rank] for microbatch in self.held[index].rows]
+
+    def check(self) -> None:
+        """Only `next_step` fails."""
 
     def committed(self, index: int) -> None:
         assert index == self.done + 1, f"step {index} committed after {self.done}"
         self.done = index
+        del self.held[index]
         self.calls.append(("committed", index))
 
     def synced(self, version: int) -> None:

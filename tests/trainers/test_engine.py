@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeSource, fake_config, fake_engine, fake_rows, settle
 from trainers.errors import DatasetError, NoProgress
-from trainers.rollouts.engine import StepEngine, write_snapshot
+from trainers.rollouts.engine import StepEngine
+from trainers.rollouts.snapshot import write_snapshot
 from trainers.step_source import BUFFER_FILE, STATE_FILE
 
 

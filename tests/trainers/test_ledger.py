@@ -107,5 +107,10 @@ def test_impossible_transitions_are_bugs() -> None:
     with pytest.raises(AssertionError, match="cannot go from IN_FLIGHT to QUEUED"):
         ledger.queued(key, 1)
     ledger.dropped(key, "failed")
-    with pytest.raises(AssertionError, match="cannot go from DROPPED"):
+    with pytest.raises(AssertionError, match="cannot go to SCORED: it is done"):
         ledger.scored(key)
+    last, beyond = Ledger(2, 0, False, 1), (0, 1)
+    take(last, 2)
+    last.dropped(beyond, "failed")
+    with pytest.raises(AssertionError, match="cannot go from DROPPED"):
+        last.scored(beyond)

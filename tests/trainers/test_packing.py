@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.packing import pack_row, pack_step, step_from_wire, step_to_wire
+from trainers.packing import head_from_wire, head_to_wire, pack_row, pack_step, rows_from_wire, rows_to_wire
+from trainers.rollouts.channel import Message, decode, encode
 from trainers.types import PackedRow, Sample, StepPlan
 
 
@@ -77,17 +80,23 @@ def test_a_row_is_its_samples_end_to_end(row_samples: list[Sample]) -> None:
 
 
 @given(st.lists(samples(), min_size=1, max_size=6), st.integers(1, 2), st.integers(1, 3))
-def test_a_step_survives_the_wire(step_samples: list[Sample], microbatches: int, world_size: int) -> None:
+def test_a_step_and_its_rows_survive_the_wire(step_samples: list[Sample], microbatches: int, world_size: int) -> None:
     rows: list[list[list[int]]] = [[[] for _ in range(world_size)] for _ in range(microbatches)]
     for i in range(len(step_samples)):
         rows[i % microbatches][i % world_size].append(i)
     step = pack_step(3, StepPlan(rows), step_samples, {"batch/samples_per_step": (len(step_samples), 1.0)})
     assert step.totals.tokens == sum(len(row.targets) for batch in step.rows for row in batch)
     assert step.totals.groups == len({sample.group for sample in step_samples})
-    back = step_from_wire(*step_to_wire(step))
-    assert (back.index, back.totals, back.metrics) == (step.index, step.totals, step.metrics)
-    assert [len(batch) for batch in back.rows] == [world_size] * microbatches
-    for batch, other in zip(step.rows, back.rows, strict=True):
-        for row, same in zip(batch, other, strict=True):
+    assert step.totals.squared_tokens == sum(len(sample.token_ids) ** 2 for sample in step_samples)
+    head = head_from_wire(json.loads(json.dumps(head_to_wire(step))))
+    assert (head.index, head.totals, head.metrics) == (step.index, step.totals, step.metrics)
+    for rank in range(world_size):
+        own = [microbatch[rank] for microbatch in step.rows]
+        frame = bytearray(b"".join(encode(Message("rows", {}, rows_to_wire(own)))))
+        length = int.from_bytes(frame[:4], "little")
+        message = decode(json.loads(frame[4 : 4 + length]), frame[4 + length :])
+        back = rows_from_wire(message.arrays, microbatches)
+        for row, same in zip(own, back, strict=True):
             for name in PackedRow.FIELDS:
                 np.testing.assert_array_equal(getattr(row, name), getattr(same, name), strict=True)
+                assert getattr(same, name).flags.aligned

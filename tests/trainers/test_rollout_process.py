@@ -112,7 +112,7 @@ def test_recorded_rows_are_trained_in_order_and_resumed_exactly(tmp_path: Path, 
             step = process.next_step(index, 0)
             if step is None:
                 return steps, True
-            steps.append(step.rows[0][0].input_ids.tolist())
+            steps.append(process.fetch(index, 0)[0].input_ids.tolist())
             process.committed(index)
         return steps, False
 
@@ -142,7 +142,9 @@ def test_generated_steps_cross_with_their_rows(tmp_path: Path, model: Path, stub
     process.synced(0)
     process.request_step(1, 0)
     step = process.next_step(1, 0)
-    assert step is not None and len(step.rows) == 1 and len(step.rows[0]) == 2 and step.totals.sequences == 8
+    assert step is not None and step.totals.sequences == 8
+    parts = [process.fetch(1, rank) for rank in range(2)]
+    assert [len(part) for part in parts] == [1, 1] and sum(len(row.targets) for (row,) in parts) == step.totals.tokens
     process.committed(1)
     process.synced(1)
     last = process.next_step(2, 1)
@@ -165,7 +167,7 @@ def test_a_killed_run_trains_every_prompt_exactly_once(tmp_path: Path, model: Pa
         step = process.next_step(index, version)
         if step is None:
             return False
-        row = step.rows[0][0]
+        row = process.fetch(index, 0)[0]
         trained[index] = [tuple(row.input_ids[a:b].tolist()) for a, b in itertools.pairwise(row.cu_seqlens.tolist())]
         process.committed(index)
         process.synced(version + 1)
@@ -277,7 +279,7 @@ def test_an_epoch_from_the_real_server(tmp_path: Path, vllm_server: SharedServer
     process.synced(0)
     trained, index = 0, 1
     while (step := process.next_step(index, index - 1)) is not None:
-        row = step.rows[0][0]
+        row = process.fetch(index, 0)[0]
         assert (row.sampler_logprobs <= 0).all() and len(row.targets) == step.totals.tokens > 0
         assert (row.input_ids[row.token_index + 1] == row.targets).all()
         trained += step.totals.sequences

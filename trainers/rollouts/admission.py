@@ -2,6 +2,9 @@
 
 Capacity is never reserved and given back; it is recomputed from what is there now. A dropped group therefore frees its share by
 not being there any more, and no sequence of drops can use it up.
+
+Nothing can be held for ever: the trainer waits only while the queue is used up, and a group is then admitted whatever its size
+as soon as none is on its way. Samples that fill the queue are planned when the trainer asks next, which frees their room.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class Situation:
     weight_sync_steps: int
     max_staleness: int
     queue_maxsize: int
+    queued_bytes: int
+    queue_max_bytes: int
 
 
 def decide(now: Situation, rollouts: int) -> Verdict:
@@ -42,6 +47,8 @@ def decide(now: Situation, rollouts: int) -> Verdict:
         return "hold_end"
     if now.waiting and now.outstanding == 0:
         return "admit"
+    if now.queued_bytes >= now.queue_max_bytes:
+        return "hold_full"
     present = now.planned + now.queued + now.outstanding
     if now.queued + now.outstanding + rollouts > now.queue_maxsize:
         return "hold_full"

@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trainers.errors import ConfigError
 from trainers.types import Sample
+
+FORMAT = 2
+_PER_TOKEN = {"token_ids": np.int32, "loss_mask": bool, "sampler_logprobs": np.float32, "versions": np.int32}
+# What only some objectives ask of the sampler: [rows] or [rows, width].
+_OPTIONAL = ("top_ids", "top_logprobs", "candidate_ids", "candidate_counts")
+_ABSENT = _FLAT = -1
 
 
 def buffer_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Samples as arrays: per token concatenated, per sample stacked."""
-    empty = np.zeros(0, np.int32)
-    return {
+    arrays = {
+        "format": np.array(FORMAT),
         "lengths": np.array([len(sample.token_ids) for sample in samples], np.int64),
         "keys": np.array([[int(part) for part in sample.group.split(":")] for sample in samples], np.int64).reshape(-1, 2),
         "advantages": np.array([sample.advantage for sample in samples], np.float64),
-        "token_ids": np.concatenate([empty, *(sample.token_ids for sample in samples)]).astype(np.int32),
-        "loss_mask": np.concatenate([empty, *(sample.loss_mask for sample in samples)]).astype(bool),
-        "sampler_logprobs": np.concatenate([empty, *(sample.sampler_logprobs for sample in samples)]).astype(np.float32),
-        "versions": np.concatenate([empty, *(sample.versions for sample in samples)]).astype(np.int32),
         "metrics": np.frombuffer(json.dumps([sample.metrics for sample in samples]).encode(), np.uint8),
     }
+    for name, kind in _PER_TOKEN.items():
+        arrays[name] = np.concatenate([np.zeros(0, kind), *(getattr(sample, name) for sample in samples)]).astype(kind)
+    for name in _OPTIONAL:
+        arrays |= _pack_optional(name, [getattr(sample, name) for sample in samples])
+    return arrays
+
+
+def _pack_optional(name: str, values: list[np.ndarray | None]) -> dict[str, np.ndarray]:
+    """All samples' values end to end, and `<name>_shapes` [samples, 2]; nothing if no sample has any."""
+    present = [value.reshape(-1) for value in values if value is not None]
+    if not present:
+        return {}
+    shapes = [
+        (_ABSENT, _ABSENT) if value is None else value.shape if value.ndim == 2 else (len(value), _FLAT) for value in values
+    ]
+    return {name: np.concatenate(present), f"{name}_shapes": np.array(shapes, np.int64)}
+
+
+def _unpack_optional(name: str, arrays: Mapping[str, np.ndarray], count: int) -> list[np.ndarray | None]:
+    if name not in arrays:
+        return [None] * count
+    flat, shapes = arrays[name], arrays[f"{name}_shapes"].tolist()
+    values: list[np.ndarray | None] = []
+    start = 0
+    for rows, width in shapes:
+        if rows == _ABSENT:
+            values.append(None)
+            continue
+        stop = start + rows * (1 if width == _FLAT else width)
+        values.append(flat[start:stop] if width == _FLAT else flat[start:stop].reshape(rows, width))
+        start = stop
+    return values
 
 
 def write_buffer(file: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -32,24 +68,35 @@ def write_buffer(file: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_buffer(file: Path) -> list[Sample]:
-    """The samples of a buffer file, in order."""
-    with np.load(file, allow_pickle=False) as arrays:
-        stops = np.cumsum(arrays["lengths"])[:-1]
-        per_token = [np.split(arrays[name], stops) for name in ("token_ids", "loss_mask", "sampler_logprobs", "versions")]
-        metrics = json.loads(arrays["metrics"].tobytes())
-        return [
+    """The samples of a buffer file, in order.
+
+    Raises:
+        ConfigError: it was written in another format.
+    """
+    with np.load(file, allow_pickle=False) as stored:
+        found = int(stored["format"]) if "format" in stored else 1
+        if found != FORMAT:
+            raise ConfigError(
+                f"{file} has format {found}, and this version reads format {FORMAT}: resume with the version that wrote it, or "
+                "delete the file, and its prompts are generated anew"
+            )
+        arrays = {name: stored[name] for name in stored.files}
+    stops = np.cumsum(arrays["lengths"])[:-1]
+    metrics = json.loads(arrays["metrics"].tobytes())
+    fields: dict[str, Any] = {name: np.split(arrays[name], stops) for name in _PER_TOKEN}
+    fields |= {name: _unpack_optional(name, arrays, len(metrics)) for name in _OPTIONAL}
+    samples = []
+    for i, (epoch, row) in enumerate(arrays["keys"].tolist()):
+        own = {name: values[i] for name, values in fields.items()}
+        trained = own["versions"][own["loss_mask"]]
+        samples.append(
             Sample(
                 group=f"{epoch}:{row}",
-                token_ids=token_ids,
-                loss_mask=loss_mask,
-                sampler_logprobs=logprobs,
-                advantage=float(advantage),
-                version_min=int(versions[loss_mask].min()),
-                version_max=int(versions[loss_mask].max()),
-                versions=versions,
-                metrics=values,
+                advantage=float(arrays["advantages"][i]),
+                version_min=int(trained.min()),
+                version_max=int(trained.max()),
+                metrics=metrics[i],
+                **own,
             )
-            for (epoch, row), advantage, token_ids, loss_mask, logprobs, versions, values in zip(
-                arrays["keys"].tolist(), arrays["advantages"], *per_token, metrics, strict=False
-            )
-        ]
+        )
+    return samples

@@ -14,7 +14,6 @@ Invariants (the property tests):
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, defaultdict
@@ -27,15 +26,18 @@ import numpy as np
 from trainers.algorithms import Algorithm
 from trainers.config import TrainerConfig
 from trainers.data import PromptBuilder, Rows
-from trainers.errors import DatasetError, NoProgress
+from trainers.errors import ConfigError, DatasetError, NoProgress
 from trainers.metrics import MetricBag
 from trainers.rollouts.admission import Situation, decide
-from trainers.rollouts.buffer import buffer_arrays, read_buffer, write_buffer
+from trainers.rollouts.buffer import buffer_arrays, read_buffer
 from trainers.rollouts.inspection import Inspection
-from trainers.rollouts.ledger import Key, Ledger
+from trainers.rollouts.ledger import Key, Ledger, begun_anew
+from trainers.rollouts.reading import StreamReader
+from trainers.rollouts.snapshot import read_state
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
-from trainers.step_source import BUFFER_FILE, STATE_FILE
+from trainers.step_source import BUFFER_FILE
+from trainers.streams import Stream
 from trainers.types import RolloutGroup, Sample, Step
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class StepEngine:
         config: TrainerConfig,
         algorithm: Algorithm,
         source: RolloutSource,
-        rows: Rows,
+        rows: Rows | Stream,
         builder: PromptBuilder,
         *,
         token_budget: int | None,
@@ -70,7 +72,14 @@ class StepEngine:
         rng: np.random.Generator,
     ) -> None:
         self.config, self.algorithm, self.source = config, algorithm, source
-        self.ledger = Ledger(len(rows), config.seed, config.shuffle, config.num_train_epochs if config.max_steps < 0 else None)
+        self._reader = StreamReader(rows, config.allow_dataset_change) if isinstance(rows, Stream) else None
+        epochs = config.num_train_epochs if config.max_steps < 0 else None
+        if self._reader is not None and epochs is not None and epochs != int(epochs):
+            raise ConfigError(
+                f"num_train_epochs={epochs:g}: how long a stream is shows only at its end, so only whole passes can be made "
+                "over it. Give a whole number, or max_steps"
+            )
+        self.ledger = Ledger(None if isinstance(rows, Stream) else len(rows), config.seed, config.shuffle, epochs)
         self.rng = rng
         self.fingerprint = rows.fingerprint()
         self._rows, self._builder, self._metrics = rows, builder, metrics
@@ -150,6 +159,8 @@ class StepEngine:
             "rng": self.rng.bit_generator.state,
             "rollouts_finished": self._inspection.finished,
         }
+        if self._reader is not None:
+            state["stream"] = self._reader.state_dict(self.ledger.needed())
         if not (self.config.save_rollout_buffer and self.algorithm.generates):
             return state, None  # recorded rows are simply read again
         return state, buffer_arrays(self._steps.held())
@@ -159,20 +170,24 @@ class StepEngine:
 
         Raises:
             DatasetError: the dataset is not the one of the snapshot.
+            ConfigError: the snapshot was written in another format.
         """
-        state = json.loads((directory / STATE_FILE).read_text())
-        if state["fingerprint"] != self.fingerprint:
-            if not self.config.allow_dataset_change:
-                raise DatasetError(
-                    f"{self._rows.source} changed: its fingerprint is {self.fingerprint}, the checkpoint's is "
-                    f"{state['fingerprint']}. Restore the data, or set allow_dataset_change=true to begin anew with this one"
-                )
-            return  # positions of another dataset say nothing
+        state = read_state(directory, self._rows.source, self.fingerprint, self.config.allow_dataset_change)
+        if state is None:
+            return
+        lost = isinstance(self._rows, Stream) and not self._rows.stateful
+        if lost:
+            logger.warning(
+                "%s has no state_dict() to go on from: epoch %d is read from prompt 0 again", self._rows.source, state["epoch"]
+            )
+            state = begun_anew(state)
+        elif self._reader is not None:
+            self._reader.load_state_dict(state["stream"])
         self.ledger.load_state_dict(state)
         self.rng.bit_generator.state = state["rng"]
         self._inspection.finished = state.get("rollouts_finished", 0)
-        if not (directory / BUFFER_FILE).exists():
-            return
+        if lost or not (directory / BUFFER_FILE).exists():
+            return  # without its rows' numbers, a sample cannot be told from what is generated anew
         version = self._steps.next_version
         fresh = [sample for sample in read_buffer(directory / BUFFER_FILE) if not self._steps.stale(sample, version)]
         for group, samples in Counter(sample.group for sample in fresh).items():
@@ -198,14 +213,34 @@ class StepEngine:
         rollouts = 1
         while True:
             await self._admission(rollouts)
-            key = self.ledger.next()
+            key = self.ledger.peek()
             if key is None:
                 return
-            prompt = self._builder.prompt(*key, self._rows[key[1]])
+            row = await self._row(key)
+            if row is None:
+                continue
+            self.ledger.next()
+            prompt = self._builder.prompt(*key, row)
             rollouts = max(1, len(self.algorithm.requests(prompt)))
             self._outstanding[key] = rollouts
             self._rollouts += rollouts
             yield prompt
+
+    async def _row(self, key: Key) -> dict[str, Any] | None:
+        """The dataset's row; None: the stream ended before it, and the ledger knows."""
+        if self._reader is None:
+            assert isinstance(self._rows, Rows), self._rows
+            return self._rows[key[1]]
+        row = await self._reader.row(*key)
+        if row is None:
+            epoch, length = key[0], self._reader.length()
+            if not length:
+                raise DatasetError(f"{self._rows.source} gave no rows in epoch {epoch}: can it be read more than once?")
+            self.ledger.ended(epoch, length)
+            self._check_rejected(epoch)
+            self._touch()
+        self._reader.forget(self.ledger.needed())
+        return row
 
     async def _admission(self, rollouts: int) -> None:
         """Wait until a group of `rollouts` may start, or there is none left to start."""
@@ -239,6 +274,8 @@ class StepEngine:
             # The queue alone bounds how far ahead recorded rows are read.
             max_staleness=getattr(self.config, "max_staleness", 2**31),
             queue_maxsize=self.config.queue_maxsize,
+            queued_bytes=steps.waiting_bytes,
+            queue_max_bytes=self.config.queue_max_bytes,
         )
 
     def _take(self, group: RolloutGroup) -> None:
@@ -269,15 +306,19 @@ class StepEngine:
         self.ledger.dropped(key, cause)
         self._count_group_drop(cause)
         if cause in _REJECTED:
-            rejected = self._rejected[key[0]]
-            rejected[cause] += 1
-            if rejected.total() == self.ledger.size(key[0]):
-                counts = ", ".join(f"{count} {name}" for name, count in rejected.most_common())
-                raise DatasetError(
-                    f"every prompt of epoch {key[0]} was rejected ({counts}): there is nothing to train on. filtered: by "
-                    "filter_prompt; too_long: prompts above the server's max_model_len − 1; oversize: sequences above "
-                    "max_length or token_budget"
-                )
+            self._rejected[key[0]][cause] += 1
+            self._check_rejected(key[0])
+
+    def _check_rejected(self, epoch: int) -> None:
+        """Raises `DatasetError` if nothing of a whole epoch could be used: the next would be no better."""
+        rejected = self._rejected[epoch]
+        if rejected.total() and rejected.total() == self.ledger.size(epoch):
+            counts = ", ".join(f"{count} {name}" for name, count in rejected.most_common())
+            raise DatasetError(
+                f"every prompt of epoch {epoch} was rejected ({counts}): there is nothing to train on. filtered: by "
+                "filter_prompt; too_long: prompts above the server's max_model_len − 1; oversize: sequences above "
+                "max_length or token_budget"
+            )
 
     def _count_group_drop(self, cause: str) -> None:
         if self.algorithm.generates:
@@ -306,7 +347,7 @@ class StepEngine:
 
     def _gauge(self) -> None:
         now = time.monotonic()
-        self._metrics.add("epoch", self.ledger.done / self.ledger.prompts)
+        self._metrics.add("epoch", self.ledger.passes)
         for name, value in self.source.gauges().items():
             self._metrics.add(name, value)
         if self.algorithm.generates:
@@ -339,21 +380,17 @@ class StepEngine:
         if decide(now, 1) == "hold_version":
             held = "none" if now.version is None else now.version
             return text + f"admission waits for the trainer to sync weights (the servers hold version {held})"
+        if self._reader is not None and self._reader.waits_for is not None and not now.outstanding:
+            return text + f"reading waits for {self._reader.waits_for}"
         return text + self.source.describe() + f"; {now.outstanding} rollouts outstanding, {now.queued} samples queued"
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._reader is not None:
+            self._reader.close()
         await self.source.close()
-
-
-def write_snapshot(directory: Path, state: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
-    """Write a snapshot's files. The caller makes the folder's appearance atomic."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if arrays is not None:
-        write_buffer(directory / BUFFER_FILE, arrays)
-    (directory / STATE_FILE).write_text(json.dumps(state, indent=1))
 
 
 def _key(group: str) -> Key:

@@ -1,7 +1,8 @@
 """The rollout process: `python -m trainers.rollouts.main --fd N CONFIG.json [PAYLOAD]`.
 
-    trainer ══ socket pair ══▶ start, request, waiting, committed, synced, snapshot, close
-            ◀═════════════════ info, step, snapshot, error, alive (every 2 s)
+    trainer rank 0 ══ socket pair ══▶ start, request, waiting, committed, synced, snapshot, close
+                   ◀═════════════════ info, step, snapshot, error, alive (every 2 s)
+    every rank     ══ Unix socket ═══▶ its own rows of a step (`rows.RowServer`)
 
 It lives as long as the trainer: a closed socket ends it, a thread of its own sees to that even when the event loop is busy, and
 on Linux the kernel does so even when a reward function never lets go of the interpreter.
@@ -24,11 +25,13 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from trainers.config import SFTConfig, TrainerConfig, TrainerConfigUnion
-from trainers.packing import step_to_wire
+from trainers.packing import head_to_wire
 from trainers.rollouts.build import build_engine
 from trainers.rollouts.channel import AsyncChannel, Message
-from trainers.rollouts.engine import StepEngine, write_snapshot
+from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.payload import Payload, read_payload
+from trainers.rollouts.rows import RowServer
+from trainers.rollouts.snapshot import write_snapshot
 
 ALIVE_EVERY_S = 2.0
 
@@ -39,6 +42,8 @@ class Server:
     def __init__(self, channel: AsyncChannel, config: TrainerConfig, payload: Payload) -> None:
         self._channel, self._config, self._payload = channel, config, payload
         self._engine: StepEngine | None = None
+        self._rows = RowServer()
+        self._stage = "starting"  # until there is an engine to ask
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -55,22 +60,25 @@ class Server:
             await self._report(error)
         finally:
             alive.cancel()
+            await self._rows.close()
             if self._engine is not None:
                 await self._engine.close()
 
     async def _handle(self, message: Message) -> None:
         fields = message.fields
         if message.type == "start":
-            self._engine, info = await build_engine(
+            await self._rows.open(Path(fields["rows"]))
+            engine, info = await build_engine(
                 self._config,
                 self._payload,
                 version=fields["version"],
                 resume_step=fields["resume_step"],
+                resume_dir=None if fields["resume_dir"] is None else Path(fields["resume_dir"]),
                 world_size=fields["world_size"],
+                say=self._say,
             )
-            if fields["resume_dir"] is not None:
-                self._engine.restore(Path(fields["resume_dir"]))
-            self._engine.start()
+            self._engine = engine
+            engine.start()
             await self._channel.send(Message("info", info))
             return
         engine = self._engine
@@ -83,6 +91,7 @@ class Server:
         elif message.type == "waiting":
             engine.trainer_waits()
         elif message.type == "committed":
+            self._rows.committed(fields["index"])
             engine.committed(fields["index"])
         elif message.type == "synced":
             engine.synced(fields["version"])
@@ -100,8 +109,8 @@ class Server:
             if step is None:
                 await self._channel.send(Message("step", {"step": None, "rows": rows}))
             else:
-                fields, arrays = step_to_wire(step)
-                await self._channel.send(Message("step", {"step": fields, "rows": rows}, arrays))
+                self._rows.put(step)
+                await self._channel.send(Message("step", {"step": head_to_wire(step), "rows": rows}))
         except Exception as error:
             await self._report(error)
 
@@ -109,10 +118,14 @@ class Server:
         trace = "".join(traceback.format_exception(error))
         await self._channel.send(Message("error", {"class": type(error).__name__, "message": str(error), "traceback": trace}))
 
+    def _say(self, stage: str) -> None:
+        """What the start is doing now."""
+        self._stage = stage
+
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY_S)
-            await self._channel.send(Message("alive", {"doing": self._engine.describe() if self._engine else "starting"}))
+            await self._channel.send(Message("alive", {"doing": self._engine.describe() if self._engine else self._stage}))
 
 
 def _die_with(parent: int) -> None:

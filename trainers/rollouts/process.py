@@ -1,6 +1,7 @@
 """The trainer's side of the rollout process: a `StepSource`.
 
     RolloutProcess ══ socket pair ══▶ trainers.rollouts.main      (one request open at most; answers come in order)
+                   ══ Unix socket ══▶ rows of a step              (`RowClient`; the other ranks of this node have their own)
 
 The child gets no GPU and no rank variables. Its death is seen as the end of the socket, or by looking at the process once a
 second; either raises `RolloutProcessDied` with how it died. A child that says nothing for `rollout_worker_timeout` seconds
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import shutil
 import signal
@@ -23,16 +25,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainers import errors
 from trainers.config import TrainerConfig
 from trainers.errors import NoProgress, RolloutError, RolloutProcessDied
-from trainers.packing import step_from_wire
+from trainers.packing import head_from_wire
 from trainers.rollouts.channel import Channel, Message
 from trainers.rollouts.payload import Payload, write_payload
+from trainers.rollouts.rows import RowClient, socket_folder
 from trainers.step_source import SourceInfo
-from trainers.types import Step
+from trainers.types import PackedRow, StepHead
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _CLOSE_S = 5.0
@@ -84,7 +89,9 @@ class RolloutProcess:
         self._config, self._payload = config, payload
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._directory: Path | None = None
+        self._directories: list[Path] = []
+        self._row_client: RowClient | None = None
+        self._rows_path: Path | None = None
         self._requested: tuple[int, int] | None = None
         self._rows: list[dict[str, Any]] = []
         self._doing = "starting"
@@ -96,14 +103,16 @@ class RolloutProcess:
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
         assert self._process is None, "started twice"
-        self._directory = Path(tempfile.mkdtemp(prefix="loopwright-rollouts-"))  # mode 0700
-        config_file = self._directory / "config.json"
+        directory = Path(tempfile.mkdtemp(prefix="loopwright-rollouts-"))  # mode 0700
+        self._rows_path = socket_folder(directory) / "rows"
+        self._directories = [directory, self._rows_path.parent]
+        config_file = directory / "config.json"
         config_file.write_text(json.dumps(self._config.model_dump(mode="json")))
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "trainers.rollouts.main", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         command.append(str(config_file))
         if self._payload is not None:
-            command.append(str(write_payload(self._payload, self._directory)))
+            command.append(str(write_payload(self._payload, directory)))
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -112,22 +121,25 @@ class RolloutProcess:
                 stdin=subprocess.DEVNULL,
                 preexec_fn=_die_with_parent(),
             )
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, self._config.rollout_worker_timeout)
         self._send(
             "start",
             resume_dir=str(resume_dir.resolve()) if resume_dir is not None else None,
             version=version,
             world_size=world_size,
             resume_step=resume_step,
+            rows=str(self._rows_path),
         )
-        return SourceInfo(**self._receive("info").fields)
+        info = SourceInfo(**self._receive("info").fields)
+        self._row_client = RowClient(str(self._rows_path), self._config.rollout_worker_timeout)
+        return info
 
     def request_step(self, index: int, train_version: int) -> None:
         assert self._requested is None, f"step {index} asked for while {self._requested} is open"
         self._requested = (index, train_version)
         self._send("request", index=index, train_version=train_version)
 
-    def next_step(self, index: int, train_version: int) -> Step | None:
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
         if self._requested is None:
             self.request_step(index, train_version)
         assert self._requested == (index, train_version), f"open request {self._requested}, asked for {(index, train_version)}"
@@ -136,7 +148,26 @@ class RolloutProcess:
         self._requested = None
         self._rows += [{"step": index, **row} for row in message.fields["rows"]]
         fields = message.fields["step"]
-        return None if fields is None else step_from_wire(fields, message.arrays)
+        return None if fields is None else head_from_wire(fields)
+
+    def fetch(self, index: int, rank: int) -> list[PackedRow]:
+        assert self._row_client is not None, "fetch before start() or after close()"
+        try:
+            return self._row_client.fetch(index, rank)
+        except RolloutProcessDied:
+            self._raise_last_words()
+
+    @property
+    def rows_address(self) -> str | None:
+        return None if self._rows_path is None else str(self._rows_path)
+
+    def check(self) -> None:
+        assert self._process is not None, "check before start()"
+        try:
+            self._process.wait(_POLL_S)  # its sockets close a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return
+        self._raise_last_words()
 
     def committed(self, index: int) -> None:
         self._send("committed", index=index)
@@ -158,14 +189,17 @@ class RolloutProcess:
                 self._channel.send(Message("close"))
             self._channel.close()
             self._channel = None
+        if self._row_client is not None:
+            self._row_client.close()
+            self._row_client = None
         if self._process is not None and self._process.poll() is None:
             try:
                 self._process.wait(_CLOSE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
     # Transport
 
@@ -175,8 +209,10 @@ class RolloutProcess:
             self._channel.send(Message(kind, fields))
         except (BrokenPipeError, ConnectionResetError):
             self._raise_last_words()
+        except TimeoutError:
+            raise self._silent(self._config.rollout_worker_timeout) from None
 
-    def _raise_last_words(self) -> None:
+    def _raise_last_words(self) -> NoReturn:
         """It is gone; if it said why before, raise that."""
         assert self._channel is not None
         try:
@@ -200,12 +236,14 @@ class RolloutProcess:
                 silent_s = time.monotonic() - heard
                 limit_s = self._config.rollout_worker_timeout
                 if silent_s > (max(limit_s, _START_S) if kind == "info" else limit_s):
-                    raise NoProgress(f"the rollout process has said nothing for {silent_s:.0f} s; it was: {self._doing}")
+                    raise self._silent(silent_s)
                 continue
             try:
                 message = self._channel.recv()
             except EOFError:
                 raise self._died() from None
+            except TimeoutError:
+                raise self._silent(self._config.rollout_worker_timeout) from None
             heard = time.monotonic()
             self._check(message)
             if message.type == kind:
@@ -213,6 +251,8 @@ class RolloutProcess:
             if message.type == "step":
                 self._early = message
             elif message.type == "alive":
+                if kind == "info" and message.fields["doing"] != self._doing:
+                    logger.info("the rollout process starts: %s", message.fields["doing"])
                 self._doing = message.fields["doing"]
 
     def _check(self, message: Message) -> None:
@@ -223,6 +263,9 @@ class RolloutProcess:
         if isinstance(known, type) and issubclass(known, Exception):
             raise known(fields["message"])
         raise RolloutError(f"{fields['class']} in the rollout process: {fields['message']}\n{fields['traceback']}")
+
+    def _silent(self, seconds: float) -> NoProgress:
+        return NoProgress(f"the rollout process has said nothing for {seconds:.0f} s; it was: {self._doing}")
 
     def _died(self) -> RolloutProcessDied:
         assert self._process is not None

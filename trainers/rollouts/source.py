@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainers.algorithms import Algorithm
-from trainers.data import PromptBuilder, Rows
+from trainers.data import PromptBuilder
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 
@@ -57,9 +57,9 @@ class RolloutSource(Protocol):
 class RecordedSource:
     """A dataset row is a finished rollout (SFT): its completion is the one turn, with logprob 0 and version 0."""
 
-    def __init__(self, rows: Rows, builder: PromptBuilder, algorithm: Algorithm, max_sequence_tokens: int) -> None:
+    def __init__(self, builder: PromptBuilder, algorithm: Algorithm, max_sequence_tokens: int) -> None:
         self.max_sequence_tokens = max_sequence_tokens
-        self._rows, self._builder, self._algorithm = rows, builder, algorithm
+        self._builder, self._algorithm = builder, algorithm
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -75,7 +75,7 @@ class RecordedSource:
             await asyncio.sleep(0)  # messages from the trainer get their turn
 
     def _group(self, prompt: Prompt) -> RolloutGroup:
-        completion, ids = self._builder.completion_ids(prompt, self._rows[prompt.row])
+        completion, ids = self._builder.completion_ids(prompt, prompt.data)
         turn = TurnRecord(prompt.token_ids, ids, np.zeros(len(ids), np.float32), [VersionSpan(0, len(ids), 0)], "stop")
         return RolloutGroup(prompt, [Rollout(prompt, [turn], completion)])
 

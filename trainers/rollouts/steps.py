@@ -58,6 +58,7 @@ class StepQueue:
         gauge: Callable[[], None],
     ) -> None:
         self.waiting: deque[Sample] = deque()
+        self.waiting_bytes = 0
         self.request: StepRequest | None = None
         self.next_index, self.next_version = resume_step + 1, version
         self._config, self._algorithm, self._metrics = config, algorithm, metrics
@@ -77,6 +78,7 @@ class StepQueue:
             length = len(sample.token_ids)
             self._mean_length = 0.98 * self._mean_length + 0.02 * length if self._mean_length else float(length)
             self.waiting.append(sample)
+            self.waiting_bytes += sample.nbytes
 
     def open(self, index: int, train_version: int) -> StepRequest:
         """The trainer asks for step `index`; `advance` comes next."""
@@ -104,17 +106,22 @@ class StepQueue:
         while self.waiting:
             sample = self.waiting[0]
             if self.stale(sample, request.train_version):
-                self.waiting.popleft()
+                self._pop()
                 self._metrics.add("sample/dropped_stale_total", 1)
                 self._settle(sample, "stale")
             elif request.planner.add(len(sample.token_ids)):
-                request.samples.append(self.waiting.popleft())
+                request.samples.append(self._pop())
                 if request.planner.full:
                     return self._hand_over(request, partial=False)
             else:
                 return self._hand_over(request, partial=False)
         if finished:
             self._hand_over(request, partial=True)
+
+    def _pop(self) -> Sample:
+        sample = self.waiting.popleft()
+        self.waiting_bytes -= sample.nbytes
+        return sample
 
     def _hand_over(self, request: StepRequest, partial: bool) -> None:
         self.request = None
