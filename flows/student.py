@@ -16,8 +16,8 @@ from trainers.references import resolve
 
 
 def needs(config: GRPORunConfig) -> Needs:
-    """What the run asks of its student: room for at least one prompt token before the longest completion."""
-    return Needs(max_model_len=config.max_completion_length + 1)
+    """What the run asks of its student: room for at least one prompt token before the longest completion, and its logprobs."""
+    return Needs(max_model_len=config.max_completion_length + 1, max_logprobs=config.server_logprobs)
 
 
 class Student:
@@ -87,6 +87,9 @@ class Student:
             tensor_parallel_size=given.tensor_parallel_size,
             max_model_len=given.max_model_len,
             dtype=given.dtype,
+            max_logprobs=max(self._config.server_logprobs, ServerSpec.max_logprobs),
+            # No CPU server can; the run goes on with a warning that the ratio is biased.
+            sampling_mask=bool(self._gpus.devices) and self._config.restricts_sampling,
             extra_args=tuple(resolve(given.extra_args)),
             env=resolve(given.env),
             seed=self._config.seed,

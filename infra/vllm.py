@@ -64,6 +64,8 @@ class ServerSpec:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     dtype: str | None = None
+    max_logprobs: int = 20  # most log-probabilities per token a request may ask for
+    sampling_mask: bool = False  # return the ids each token was sampled among (GPU only); every request must then set top_k
     extra_args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -92,12 +94,15 @@ def command_line(spec: ServerSpec, port: int, host: str = "127.0.0.1") -> list[s
     arguments += ["--served-model-name", SERVED_NAME, "--host", host, "--port", str(port), "--seed", str(spec.seed)]
     # Sampling is the run's business: what a model's generation_config.json says must not slip in.
     arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    arguments += ["--max-logprobs", str(spec.max_logprobs)]
     arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     arguments += ["--middleware", "loopwright_vllm.auth.KeyMiddleware", "--disable-uvicorn-access-log"]
     arguments += ["--dtype", spec.dtype or ("float32" if device == "cpu" else "bfloat16")]
     arguments += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     if spec.max_model_len is not None:
         arguments += ["--max-model-len", str(spec.max_model_len)]
+    if spec.sampling_mask:
+        arguments.append("--return-sampling-mask")
     if device == "cpu":
         # Chunked prefill and per-request seeds together kill the CPU engine ("CPU Generator does not use offset").
         arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -163,7 +168,9 @@ class VLLMServer:
                 line = LOG_PREFIX.sub("", self.process.log_tail(1)).strip()
                 on_progress(f"{self.spec.name}: starting, {now - started:.0f} s: {line[:100]}")
             time.sleep(POLL_S)
-        body = {"token_ids": [0], "sampling_params": {"max_tokens": 2, "seed": 0, "logprobs": 0, "ignore_eos": True}}
+        # A server that returns candidate sets refuses a request without top_k.
+        sampling = {"max_tokens": 2, "seed": 0, "logprobs": 0, "ignore_eos": True, "top_k": 1}
+        body = {"token_ids": [0], "sampling_params": sampling}
         answer = request(self.url, self.api_key, "/inference/v1/generate", method="POST", json=body, timeout=timeout_s)
         if answer.status_code != 200:
             raise ServerStartFailed(f"server {self.spec.name} is up but does not generate: {answer.text[:500]}")

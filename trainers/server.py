@@ -140,7 +140,8 @@ class ServerClient:
 
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """float64 [len(tokens) − 1]: log-probability of each token but the first, at temperature 1."""
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        # A server that returns candidate sets refuses a request without top_k.
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
         body = {"token_ids": tokens.tolist(), "sampling_params": sampling, "cache_salt": str(version), "stream": False}
         rows = self._call("POST", "/inference/v1/generate", body)["prompt_logprobs"]
         return np.array([rows[i][str(token)]["logprob"] for i, token in enumerate(tokens.tolist()) if i], dtype=np.float64)

@@ -76,6 +76,12 @@ def test_the_key_is_in_the_environment_only(model):
     assert "the-key" not in " ".join(command_line(spec, 1))
 
 
+def test_logprobs_and_candidate_sets_are_what_the_run_asks_for(model):
+    plain, asking = ServerSpec(model, device="cuda"), ServerSpec(model, device="cuda", max_logprobs=65, sampling_mask=True)
+    assert option(command_line(plain, 1), "--max-logprobs") == "20" and "--return-sampling-mask" not in command_line(plain, 1)
+    assert option(command_line(asking, 1), "--max-logprobs") == "65" and "--return-sampling-mask" in command_line(asking, 1)
+
+
 def test_a_user_s_settings_win(model, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "theirs")
     monkeypatch.setenv("PYTHONPATH", "/theirs")
