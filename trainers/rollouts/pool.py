@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -166,11 +167,9 @@ class ServerPool:
         pause_s, tries = self._first_pause_s, 0
         failed: set[StudentServer] = set()  # since the last pause
         while True:
-            self._held = version()
             if not lease.server.usable:
-                self._require_a_server()
-                self._move(lease, self._least_loaded())
-            server = lease.server
+                await self._find_another(lease, deadline)
+            server, self._held = lease.server, version()
             limit_s = min(deadline - time.monotonic(), self._budget_s / 2)
             try:
                 turn = await server.attempt(
@@ -201,15 +200,30 @@ class ServerPool:
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
                 failed.clear()
 
+    async def _find_another(self, lease: Lease, deadline: float) -> None:
+        """Move to the best server that is not down. While all are, they are looked at and not tried."""
+        while True:
+            self._require_a_server()
+            self._move(lease, self._least_loaded())
+            if lease.server.down_since is None:
+                return
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RequestFailed("connection", f"{self.describe()} for the whole of the request's time")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
+                    await lease.server.back.wait()
+
     def _move(self, lease: Lease, server: StudentServer) -> None:
         lease.server.rollouts -= 1
         lease.server = server
         server.rollouts += 1
 
     def _least_loaded(self) -> StudentServer:
-        """Of the usable servers; where there is none, of those that may become usable again."""
+        """Of the usable servers; where there is none, of those that may become usable again, one that is not down first."""
         waited_for = [server for server in self._servers if server.old_weights is None]
-        return min(self._usable() or waited_for or self._servers, key=lambda server: server.fullness)
+        choice = self._usable() or waited_for or self._servers
+        return min(choice, key=lambda server: (server.down_since is not None, server.fullness))
 
     def _usable(self) -> list[StudentServer]:
         return [server for server in self._servers if server.usable]

@@ -33,6 +33,7 @@ class StudentServer:
     down_since: float | None = None
     old_weights: str | None = None  # what showed that its weights are not those it confirmed
     rests_until: float = 0.0
+    back: asyncio.Event = field(default_factory=asyncio.Event)  # set when it answers after having been down
     _failures: int = 0  # in a row
     _unanswered: int = 0  # looks in a row
     _load: ServerLoad | None = None
@@ -92,15 +93,15 @@ class StudentServer:
     def answered(self) -> None:
         """It does what it should."""
         self.down_since, self.rests_until = None, 0.0
+        self.back.set()
         self._failures = self._unanswered = 0
 
     def failed(self, cause: str) -> None:
         """A request failed in a way that another server might not."""
         if cause == "connection":
             self.down_since = self.down_since or time.monotonic()
+            self.back.clear()
             return
-        if cause != "timeout":
-            self.down_since = None  # it answered, if not well
         self._failures += 1
         if self._failures >= FAILURES_TO_REST:
             self.rests_until = time.monotonic() + REST_S
