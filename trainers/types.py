@@ -210,13 +210,20 @@ class StepTotals:
     sequences: int
     groups: int
     forwarded_tokens: int
+    squared_tokens: int  # Σ L² over the sequences: what attention costs
 
 
 @dataclass(slots=True)
-class Step:
-    """One optimizer step's work. `metrics` maps catalog names to (numerator, denominator)."""
+class StepHead:
+    """What every rank is told of an optimizer step. `metrics` maps catalog names to (numerator, denominator)."""
 
     index: int  # absolute, from 1
-    rows: list[list[PackedRow]]  # [microbatch][rank]
     totals: StepTotals
     metrics: dict[str, tuple[float, float]]
+
+
+@dataclass(slots=True)
+class Step(StepHead):
+    """One optimizer step's work."""
+
+    rows: list[list[PackedRow]]  # [microbatch][rank]
