@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class StubServer:
         self.weights: str | None = None  # what /weight_info answers; None: there is none
         self.refuses: str | None = None  # the message of the 400 that every request gets
         self.mute = False  # answers nothing about itself, as a server that hangs
+        self.script: Callable[[list[int]], str] | None = None  # prompt ids → the completion, in place of the fixed one
         self._ids = [ord(char) + 4 for char in completion] + [EOS]
         self._max_model_len, self._generate = max_model_len, generate
 
@@ -82,6 +83,9 @@ class StubServer:
         await asyncio.sleep(3600 if fault == "hang" else self.delay_s)
         limit = body["sampling_params"]["max_tokens"] if "sampling_params" in body else body["max_tokens"]
         ids = self._ids[:limit]
+        if self.script is not None:
+            prompt = body["token_ids"] if "token_ids" in body else body["prompt"]
+            ids = ([ord(char) + 4 for char in self.script(prompt)] + [EOS])[:limit]
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": "abort" if fault == "abort" else "stop" if ids[-1:] == [EOS] else "length",
