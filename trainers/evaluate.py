@@ -188,7 +188,10 @@ def evaluate(problems: Sequence[Prompt], tokenizer: Any, generate: Generate, rew
 
     async def score() -> None:
         scorer = Scorer([reward], None, MetricBag())
-        await asyncio.gather(*(scorer.score(group) for group in groups))
+        try:
+            await asyncio.gather(*(scorer.score(group) for group in groups))
+        finally:
+            scorer.close()
 
     asyncio.run(score())
     rollouts = [group.rollouts[0] for group in groups]

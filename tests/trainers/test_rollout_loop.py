@@ -123,7 +123,9 @@ async def test_too_many_failures_end_the_run_most_frequent_cause_first() -> None
     stub.faults.append(400)
     async with running(stub, [reward], prompts=40, max_rollout_failure_frac=0.1) as engine:
         with pytest.raises(
-            RolloutFailures, match=r"\d+ × reward: reward: KeyError: 'solution'; 1 × http_400: .*told to answer 400"
+            RolloutFailures,
+            match=r"\d+ × reward: reward: KeyError: 'solution' \(\S+test_rollout_loop.py:\d+ in reward\); "
+            "1 × http_400: .*told to answer 400",
         ):
             await only_step(engine)
 

@@ -271,7 +271,7 @@ class AsyncRolloutLoop:
             text = f"generation waits for {self._pool.describe()}: {len(self._generating)} rollouts in flight, the oldest for "
             return text + f"{oldest:.0f} s{self._pool.trouble}{self._conversations.describe()}"
         if self._scorer.pending:
-            return f"scoring: {self._scorer.pending} groups wait for the reward functions"
+            return self._scorer.describe()
         return "generation is idle"
 
     def gauges(self) -> dict[str, float]:

@@ -1,30 +1,45 @@
 """Rewards of a group, in a bounded pool: a slow judge holds up scoring, never generation.
 
     group ─▶ slot (at most `workers` groups at once) ─▶ each reward function ─▶ Σ weight × reward over the applicable ones
+                                                                              + what the environment or `generate_one` gave
 
 Synchronous functions run in threads, asynchronous ones on an event loop of their own, so that one that blocks cannot stop the
 loop that generates. A function that raises on the group is called once more per rollout, so that only those at fault fail.
+
+Invariants:
+- a rollout leaves with a finite reward, with NaN because nothing applied to it, or with `failed`;
+- nothing a function does to a rollout ends the run, except a `ConfigError`: that is true of every rollout;
+- `describe` names the call that has run longest, for a watchdog that finds that nothing moves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import itertools
 import logging
 import math
+import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from trainers.errors import ConfigError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rewards import RewardFunc, reward_name
 from trainers.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+_MESSAGE_CHARS = 500
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class _LoopThread:
@@ -46,10 +61,18 @@ class _LoopThread:
         loop.run_forever()
         loop.close()
 
-    def stop(self) -> None:
+    def stop(self, *endings: Callable[[], Awaitable[None]]) -> None:
+        """Run `endings` on the loop, then end it. One that blocks is left behind."""
         if self._loop is not None and self._thread is not None:
+            for ending in endings:
+                with contextlib.suppress(Exception):
+                    asyncio.run_coroutine_threadsafe(_awaited(ending), self._loop).result(_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(1)  # one that blocks is left behind
+            self._thread.join(1)
+
+
+async def _awaited(ending: Callable[[], Awaitable[None]]) -> None:
+    await ending()
 
 
 class _Function:
@@ -62,8 +85,20 @@ class _Function:
         target = getattr(function, "func", call)  # functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
         parameters = inspect.signature(function).parameters.values()
+        self.calls: dict[int, tuple[float, int]] = {}  # number of a running call → monotonic start, completions
+        self._numbers = itertools.count()
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = {parameter.name for parameter in parameters}
+
+    @contextlib.contextmanager
+    def call(self, completions: int) -> Iterator[None]:
+        """Note a call while it runs."""
+        number = next(self._numbers)
+        self.calls[number] = (time.monotonic(), completions)
+        try:
+            yield
+        finally:
+            del self.calls[number]
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         prompt = rollouts[0].prompt
@@ -78,14 +113,25 @@ class _Function:
 
 
 def _unique_names(functions: Sequence[RewardFunc]) -> list[str]:
+    """Names whose metrics do not collide: neither with one another's nor with what is derived from them."""
     names: list[str] = []
+    taken: set[str] = set()
     for function in functions:
         base = name = sanitize(reward_name(function))
         number = 2
-        while name in names:
+        while taken & (metrics := {name, f"{name}_none_frac", f"{name}_call_s"}):
             name, number = f"{base}_{number}", number + 1
         names.append(name)
+        taken |= metrics
     return names
+
+
+def _where(error: BaseException) -> str:
+    """The last lines of the user's that an error came through, as `file:line in function`; the very last one if none is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-2:] or frames[-1:])
 
 
 class Scorer:
@@ -111,70 +157,103 @@ class Scorer:
         self._loop_thread = _LoopThread()
 
     async def score(self, group: RolloutGroup) -> None:
-        """Set `rewards`, `reward` or `failed` of every rollout. A reward already set by a custom `generate_one` is added to."""
-        if not self.functions:
-            return
-        arrived = time.monotonic()
-        self.pending += 1
-        try:
-            async with self._slots:
-                begun = time.monotonic()
-                self._metrics.add("rollout/score_wait_s", begun - arrived)
-                for function in self.functions:
-                    await self._apply(function, [rollout for rollout in group.rollouts if rollout.failed is None])
-                for rollout in group.rollouts:
-                    if rollout.failed is None:
-                        self._total(rollout)
-                self._metrics.add("rollout/score_s", time.monotonic() - begun)
-        finally:
-            self.pending -= 1
+        """Set `rewards`, `reward` or `failed` of every rollout.
+
+        A reward that a custom `generate_one` set, and those in `rewards` that are none of the functions' (an environment's),
+        are added with weight 1.
+
+        Raises:
+            ConfigError: a function says that the configuration is wrong.
+        """
+        if self.functions:
+            arrived, full = time.monotonic(), self._slots.locked()
+            self.pending += 1
+            try:
+                async with self._slots:
+                    begun = time.monotonic()
+                    self._metrics.add("rollout/score_wait_s", begun - arrived)
+                    if full:
+                        self._metrics.add("rollout/score_block_s", begun - arrived)
+                    for function in self.functions:
+                        await self._apply(function, [rollout for rollout in group.rollouts if rollout.failed is None])
+                    self._metrics.add("rollout/score_s", time.monotonic() - begun)
+            finally:
+                self.pending -= 1
+        for rollout in group.rollouts:
+            if rollout.failed is None:
+                self._total(rollout)
 
     async def _apply(self, function: _Function, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
         try:
             values = await self._call(function, rollouts)
+        except ConfigError:
+            raise
         except Exception as error:
             if len(rollouts) == 1:
-                rollouts[0].failed = f"reward: {function.name}: {type(error).__name__}: {error}"
-                if not function.told:  # once: the run's cause has the message, where it was raised only stands here
-                    function.told = True
-                    logger.warning(
-                        "reward function %s raised; further errors of it are counted only", function.name, exc_info=error
-                    )
-                return
-            for rollout in rollouts:
-                await self._apply(function, [rollout])
+                self._failed(function, rollouts[0], error)
+            elif function.is_async:  # together, because each may take as long as the group did
+                await asyncio.gather(*(self._apply(function, [rollout]) for rollout in rollouts))
+            else:
+                for rollout in rollouts:
+                    await self._apply(function, [rollout])
             return
         for rollout, value in zip(rollouts, values, strict=True):
             self._metrics.add(f"rewards/{function.name}_none_frac", float(value is None))
             if value is not None:
-                value = float(value)
                 if not math.isfinite(value):
                     rollout.failed = f"reward: {function.name} returned {value}"
                     continue
                 self._metrics.add(f"rewards/{function.name}", value)
             rollout.rewards[function.name] = value
 
-    async def _call(self, function: _Function, rollouts: list[Rollout]) -> list[Any]:
+    def _failed(self, function: _Function, rollout: Rollout, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS]
+        rollout.failed = f"reward: {function.name}: {message} ({_where(error)})"
+        if not function.told:  # once: the run's cause says where, the whole traceback stands only here
+            function.told = True
+            logger.warning("reward function %s raised; further errors of it are counted only", function.name, exc_info=error)
+
+    async def _call(self, function: _Function, rollouts: list[Rollout]) -> list[float | None]:
         arguments = function.arguments(rollouts)
-        if function.is_async:
-            values = await self._loop_thread.run(function.function(**arguments))
-        else:
-            loop = asyncio.get_running_loop()
-            values = await loop.run_in_executor(self._threads, lambda: function.function(**arguments))
-        values = list(values)
+        begun = time.monotonic()
+        with function.call(len(rollouts)):
+            if function.is_async:
+                values = await self._loop_thread.run(function.function(**arguments))
+            else:
+                loop = asyncio.get_running_loop()
+                values = await loop.run_in_executor(self._threads, lambda: function.function(**arguments))
+        self._metrics.add(f"rewards/{function.name}_call_s", time.monotonic() - begun)
+        values = [None if value is None else float(value) for value in values]
         if len(values) != len(rollouts):
             raise ValueError(f"returned {len(values)} values for {len(rollouts)} completions")
         return values
 
     def _total(self, rollout: Rollout) -> None:
-        applicable = [(function.weight, rollout.rewards.get(function.name)) for function in self.functions]
-        parts = [weight * value for weight, value in applicable if value is not None]
+        weights = {function.name: function.weight for function in self.functions}
+        given = [(weights.get(name, 1.0), value) for name, value in rollout.rewards.items()]
+        parts = [weight * value for weight, value in given if value is not None]
         if not math.isnan(rollout.reward):
             parts.append(rollout.reward)
         rollout.reward = sum(parts) if parts else math.nan
+        if parts and not math.isfinite(rollout.reward):
+            rollout.failed = f"reward: the sum of {rollout.rewards} and what `generate_one` set is {rollout.reward}"
+
+    def describe(self) -> str:
+        """Which call groups wait for."""
+        now = time.monotonic()
+        running = [
+            (now - begun, function.name, count) for function in self.functions for begun, count in function.calls.values()
+        ]
+        text = f"scoring: {self.pending} groups wait for the reward functions"
+        if not running:
+            return text
+        seconds, name, count = max(running)
+        return f"{text}; `{name}` has not returned for {seconds:.0f} s, called with {count} completions"
 
     def close(self) -> None:
+        """End the pool, after `aclose()` of each asynchronous function that has one."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._loop_thread.stop()
+        endings = [getattr(function.function, "aclose", None) for function in self.functions if function.is_async]
+        self._loop_thread.stop(*(ending for ending in endings if ending is not None))

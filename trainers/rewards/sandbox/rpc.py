@@ -191,11 +191,17 @@ class Proxy:
         return str(self._ask("method", "__repr__"))
 
 
+def _method(on: Any, name: str, *args: Any) -> Any:
+    if not hasattr(type(on), name):
+        raise TypeError(f"a {type(on).__name__} has no {name}")  # what `len`, `list` and their like expect
+    return getattr(type(on), name)(on, *args)
+
+
 OPEN: dict[str, Callable[..., Any]] = {
     "call": lambda on, *args, **kwargs: on(*args, **kwargs),
     "get": lambda on, name: getattr(on, name),
     "set": lambda on, name, value: setattr(on, name, value),
-    "method": lambda on, name, *args: getattr(type(on), name)(on, *args),
+    "method": _method,
     "items": lambda on: list(islice(on, _ITEMS)),
 }
 
