@@ -31,13 +31,14 @@ async def running(
     tokenizer: Any = None,
     tools: list[Any] | None = None,
     environment_factory: Any = None,
+    from_config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[StepEngine]:
     """An engine over the real loop, synced at version 0. Its step has room for everything, so that it ends with the data."""
     async with stub.run():
         values: dict[str, Any] = {"per_device_train_batch_size": 1000, "max_rollout_failure_frac": 1.0, "num_generations": 3}
         values |= {"max_completion_length": 8, "keep_rollout_every": 1}
-        config = fake_config(vllm_server_base_url=stub.url, **(values | changes))
+        config = fake_config(vllm_server_base_url=stub.url, **(values | changes | (from_config or {})))
         payload = Payload(
             reward_funcs=rewards,
             dataset=[{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)],

@@ -1,4 +1,4 @@
-"""A character tokenizer with a chat template that shows tools, in Hermes' format. Its ids are those `StubServer` answers with."""
+"""A character tokenizer whose chat template shows tools, in Hermes' format. Its ids are those `StubServer` answers with."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def converse(
     stub = StubServer(max_model_len=max_model_len)
     stub.script = lambda prompt: script(responses(prompt))
     kept: list[Rollout] = []
-    values = {"num_generations": 2, "max_completion_length": 2000, "token_budget": -1} | changes
+    values: dict[str, Any] = {"num_generations": 2, "max_completion_length": 2000, "token_budget": -1} | changes
     async with running(
         stub, [by_rank], 1, loop_class=Noting, args=kept, tokenizer=tool_tokenizer(), tools=tools, **values
     ) as engine:
@@ -93,7 +93,7 @@ def once(said: str, then: str = "done") -> Callable[[list[str]], str]:
 
 
 async def test_a_tool_call_its_result_and_the_answer_are_one_sample() -> None:
-    rollouts, step, _, stub = await converse(once("Let me see.\n" + call("add", a=1, b=2), "It is 3"), [add])
+    rollouts, step, _, _ = await converse(once("Let me see.\n" + call("add", a=1, b=2), "It is 3"), [add])
     rollout = rollouts[0]
     assert rollout.completion == [
         {
@@ -174,7 +174,7 @@ async def test_arguments_written_as_a_string_are_read() -> None:
 async def test_the_cap_on_tool_calls_ends_a_conversation_and_the_refused_call_stays_trained() -> None:
     calls_made.clear()
     said = call("add", a=1, b=1)
-    rollouts, step, _, stub = await converse(lambda results: said, [add], max_tool_calling_iterations=2)
+    rollouts, step, _, _ = await converse(lambda results: said, [add], max_tool_calling_iterations=2)
     assert [len(rollout.turns) for rollout in rollouts] == [3, 3] and len(calls_made) == 4
     assert all(rollout.exhausted and rollout.completion[-1]["role"] == "assistant" for rollout in rollouts)
     assert step.metrics["tools/loop_exhausted_frac"] == (2.0, 2.0)
@@ -242,7 +242,7 @@ async def test_an_asynchronous_tool_that_blocks_does_not_stop_generation() -> No
         release.wait(30)
         return "back"
 
-    values = {"max_completion_length": 500, "token_budget": -1, "num_generations": 2}
+    values: dict[str, Any] = {"max_completion_length": 500, "token_budget": -1, "num_generations": 2}
     async with running(stub, [by_rank], 12, tokenizer=tool_tokenizer(), tools=[block], **values) as engine:
         request = asyncio.create_task(only_step(engine))
         for _ in range(2000):
@@ -273,7 +273,7 @@ async def test_a_hook_may_converse_from_messages_of_its_own() -> None:
             return first
 
     stub = StubServer(max_model_len=4000)
-    values = {"max_completion_length": 100, "token_budget": -1, "num_generations": 2}
+    values: dict[str, Any] = {"max_completion_length": 100, "token_budget": -1, "num_generations": 2}
     async with running(stub, [by_rank], 1, loop_class=Twice, tokenizer=tool_tokenizer(), **values) as engine:
         step = await only_step(engine)
     assert step.totals.sequences == 2 and step.totals.tokens == 2 * 2 * 3
@@ -289,7 +289,12 @@ async def test_a_rewritten_history_forks_and_every_sequence_carries_the_advantag
     stub = StubServer(max_model_len=4000)
     stub.script = lambda prompt: "done" if responses(prompt) else "a long thought " + call("add", a=1, b=2)
     kept: list[Rollout] = []
-    values = {"max_completion_length": 500, "token_budget": -1, "num_generations": 2, "fork_threshold_tokens": 5}
+    values: dict[str, Any] = {
+        "max_completion_length": 500,
+        "token_budget": -1,
+        "num_generations": 2,
+        "fork_threshold_tokens": 5,
+    }
     async with running(
         stub, [by_rank], 1, loop_class=Noting, args=kept, tokenizer=tool_tokenizer(template), tools=[add], **values
     ) as engine:
@@ -305,7 +310,7 @@ async def test_a_rewritten_history_forks_and_every_sequence_carries_the_advantag
 async def test_a_sample_longer_than_a_row_is_dropped_and_counted() -> None:
     stub = StubServer(max_model_len=4000)
     stub.script = lambda prompt: "y" * 900 if "p0" in text(prompt) else "42"
-    values = {"max_completion_length": 1000, "token_budget": 900, "num_generations": 2}
+    values: dict[str, Any] = {"max_completion_length": 1000, "token_budget": 900, "num_generations": 2}
     async with running(stub, [by_rank], 2, tokenizer=tool_tokenizer(), tools=[add], **values) as engine:
         step = await only_step(engine)
         assert engine.ledger.state_dict()["dropped"] == {"oversize": 1}

@@ -32,7 +32,7 @@ def weather(city: str, days: int = 1) -> str:
 WEATHER = make_tool(weather).schema
 
 
-# What the model is told ---------------------------------------------------------------------------------------------------------
+# What the model is told -------------------------------------------------------------------------------------------------------
 
 
 def test_the_schema_is_that_of_signature_and_docstring() -> None:
@@ -90,7 +90,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
         Toolbox([make_tool(weather), make_tool(functools.partial(weather, days=2))])
 
 
-# How models call ----------------------------------------------------------------------------------------------------------------
+# How models call --------------------------------------------------------------------------------------------------------------
 
 ROME = RequestedCall("weather", {"city": "Rome", "days": 2})
 OSLO = RequestedCall("weather", {"city": "Oslo"})
@@ -229,7 +229,7 @@ def test_the_format_is_told_by_the_template() -> None:
     assert [format_of(template) for template in templates] == list(templates.values())
 
 
-# Rendering and reading ----------------------------------------------------------------------------------------------------------
+# Rendering and reading --------------------------------------------------------------------------------------------------------
 
 
 def test_ids_are_those_of_the_tokenizer_whatever_was_done_with_it_before() -> None:

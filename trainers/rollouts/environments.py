@@ -4,11 +4,12 @@
 
 Invariants:
 - an object serves one rollout and is closed once, whether the rollout ends, fails or is cancelled, with the run at the latest;
-- all its methods run in `SideCalls`, so that they may block; those of one object never at the same time.
+- all its methods run in `SideCalls`, so that they may block: one after another, but for a `close` when one was given up.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -53,11 +54,11 @@ class Environments:
         self._example: Any = None
         self._methods: list[str] = []
         self._reset_takes: set[str] | None = None  # None: any column
-        self._told = False
+        self._ended = self._told = False
         self.reward_name: str | None = None  # None: it has no `get_reward`
 
     async def look(self) -> None:
-        """Make an environment and see what its class has; `close` it when `tools` were taken.
+        """Make an environment and see what its class has; `looked` when `tools` were taken.
 
         Raises:
             ConfigError: it cannot be made, or has no `reset`.
@@ -84,6 +85,11 @@ class Environments:
     def tools(self) -> list[Tool]:
         """The methods the model may call. Raises `ConfigError` as `make_tool` does."""
         return [make_tool(getattr(self._example, name), of_environment=True) for name in self._methods]
+
+    async def looked(self) -> None:
+        """Close the environment that was looked at."""
+        if self._example is not None:
+            await self._close(self._example)
 
     @asynccontextmanager
     async def episode(self, row: Mapping[str, Any]) -> AsyncIterator[Episode]:
@@ -125,10 +131,14 @@ class Environments:
         return value
 
     async def _make(self) -> Any:
-        def make() -> Any:
+        def make() -> Any:  # in a thread, for a rollout that may have been cancelled when it is done
             environment = self._factory()
             if not inspect.iscoroutine(environment):
-                self._open[id(environment)] = environment  # here, because a cancelled rollout does not see what it waited for
+                self._open[id(environment)] = environment
+                if self._ended and self._open.pop(id(environment), None) is not None and hasattr(environment, "close"):
+                    closing = environment.close()
+                    if inspect.iscoroutine(closing):
+                        asyncio.run(closing)
             return environment
 
         environment = await self._side.call(make)
@@ -146,7 +156,8 @@ class Environments:
                 logger.warning("closing an environment failed; further failures are not told", exc_info=error)
 
     async def close(self) -> None:
-        """Close what is left: the one that was looked at, and those of rollouts that were cancelled while they were made."""
+        """The run ends: close what is left, of rollouts that were cancelled while it was made."""
+        self._ended = True
         for environment in list(self._open.values()):
             await self._close(environment)
 

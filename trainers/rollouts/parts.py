@@ -89,7 +89,7 @@ class Parts:
             await asyncio.to_thread(self._load)
         finally:
             if environments is not None:
-                await environments.close()  # the one that was looked at
+                await environments.looked()
 
     def _load(self) -> None:
         with without_torch(self._config):
