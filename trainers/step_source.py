@@ -4,9 +4,9 @@
     its other ranks ── fetch, through `rows_address` ──────────────────────────────────────┘
 
 A step's life: requested → planned (its samples leave the queue) → handed over: `next_step` says what it is and `fetch` gives
-each rank its rows → trained → `committed`. Only then do its samples count as trained in the ledger. `snapshot` describes exactly
-the committed steps: a step that was planned or handed over and not committed goes into the buffer and is made again after a
-resume.
+each rank its rows → trained → `committed`. Only then do its samples count as trained in the ledger. `snapshot` describes the
+committed steps and no other: one that was planned or handed over and not committed goes into the buffer and is made again after
+a resume.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ class StepEngine:
         rng: np.random.Generator,
     ) -> None:
         self.config, self.algorithm, self.source = config, algorithm, source
-        self._reader = StreamReader(rows, config.allow_dataset_change) if isinstance(rows, Stream) else None
+        self.reader = StreamReader(rows, config.allow_dataset_change) if isinstance(rows, Stream) else None
         epochs = config.num_train_epochs if config.max_steps < 0 else None
-        if self._reader is not None and epochs is not None and epochs != int(epochs):
+        if self.reader is not None and epochs is not None and epochs != int(epochs):
             raise ConfigError(
                 f"num_train_epochs={epochs:g}: how long a stream is shows only at its end, so only whole passes can be made "
                 "over it. Give a whole number, or max_steps"
@@ -159,8 +159,8 @@ class StepEngine:
             "rng": self.rng.bit_generator.state,
             "rollouts_finished": self._inspection.finished,
         }
-        if self._reader is not None:
-            state["stream"] = self._reader.state_dict(self.ledger.needed())
+        if self.reader is not None:
+            state["stream"] = self.reader.state_dict(self.ledger.needed())
         if not (self.config.save_rollout_buffer and self.algorithm.generates):
             return state, None  # recorded rows are simply read again
         return state, buffer_arrays(self._steps.held())
@@ -181,8 +181,8 @@ class StepEngine:
                 "%s has no state_dict() to go on from: epoch %d is read from prompt 0 again", self._rows.source, state["epoch"]
             )
             state = begun_anew(state)
-        elif self._reader is not None:
-            self._reader.load_state_dict(state["stream"])
+        elif self.reader is not None:
+            self.reader.load_state_dict(state["stream"])
         self.ledger.load_state_dict(state)
         self.rng.bit_generator.state = state["rng"]
         self._inspection.finished = state.get("rollouts_finished", 0)
@@ -228,18 +228,18 @@ class StepEngine:
 
     async def _row(self, key: Key) -> dict[str, Any] | None:
         """The dataset's row; None: the stream ended before it, and the ledger knows."""
-        if self._reader is None:
+        if self.reader is None:
             assert isinstance(self._rows, Rows), self._rows
             return self._rows[key[1]]
-        row = await self._reader.row(*key)
+        row = await self.reader.row(*key)
         if row is None:
-            epoch, length = key[0], self._reader.length()
+            epoch, length = key[0], self.reader.length()
             if not length:
                 raise DatasetError(f"{self._rows.source} gave no rows in epoch {epoch}: can it be read more than once?")
             self.ledger.ended(epoch, length)
             self._check_rejected(epoch)
             self._touch()
-        self._reader.forget(self.ledger.needed())
+        self.reader.forget(self.ledger.needed())
         return row
 
     async def _admission(self, rollouts: int) -> None:
@@ -380,16 +380,16 @@ class StepEngine:
         if decide(now, 1) == "hold_version":
             held = "none" if now.version is None else now.version
             return text + f"admission waits for the trainer to sync weights (the servers hold version {held})"
-        if self._reader is not None and self._reader.waits_for is not None and not now.outstanding:
-            return text + f"reading waits for {self._reader.waits_for}"
+        if self.reader is not None and self.reader.waits_for is not None and not now.outstanding:
+            return text + f"reading waits for {self.reader.waits_for}"
         return text + self.source.describe() + f"; {now.outstanding} rollouts outstanding, {now.queued} samples queued"
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
         await self.source.close()
 
 

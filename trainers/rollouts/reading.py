@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
@@ -144,7 +145,7 @@ class _Pass:
 
     def _put(self, item: _Item | Exception) -> None:
         self._ready.append(item)
-        if not self._closed:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody waits any more
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     # In the thread

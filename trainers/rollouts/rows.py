@@ -6,7 +6,7 @@
 Invariants:
 - rows never pass through rank 0 on their way to another rank of the node, and nothing is pickled;
 - at most two steps are held: the one that trains and the one planned ahead. That is at most 2 × gradient_accumulation_steps ×
-  ranks × (tokens of a row) × `ROW_TOKEN_BYTES`, and per token 8 bytes more for each of the sampler's top logprobs or candidates;
+  ranks × (tokens of a row) × `ROW_TOKEN_BYTES`; each of the sampler's top logprobs or candidates adds 8 bytes per token;
 - the socket lies in a folder of mode 0700, and both ends check that the other one is of the same user;
 - a fetch ends: the process gone is `RolloutProcessDied`, silence for `timeout_s` is `NoProgress`.
 """
