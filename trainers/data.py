@@ -149,9 +149,15 @@ def _saved_to_disk(path: Path) -> bool:
 
 def check_columns(rows: Rows | Stream, config: TrainerConfig) -> None:
     """The columns the algorithm needs are there. Raises `DatasetError`."""
-    rows.require(config.dataset.prompt_column)
+    if not _environment_asks(config):
+        rows.require(config.dataset.prompt_column)
     if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
         rows.require(config.dataset.completion_column)
+
+
+def _environment_asks(config: TrainerConfig) -> bool:
+    """What the model is shown may come from an environment's `reset` alone; a prompt column is then not needed."""
+    return getattr(config, "environment_factory", None) is not None
 
 
 def load_tokenizer(config: TrainerConfig) -> Any:
@@ -175,11 +181,13 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, config.chat_template_kwargs, tools)
         self._dataset = config.dataset
+        self._may_be_empty = _environment_asks(config)
 
     def messages(self, row: dict[str, Any]) -> list[Message]:
         """The row's prompt as chat messages, system prompt first."""
         column = self._dataset.prompt_column
-        messages = self._as_messages(row[column], "user", column)
+        prompt = "" if self._may_be_empty and column not in row else row[column]
+        messages = self._as_messages(prompt, "user", column)
         if self._dataset.system_prompt is not None:
             messages = [{"role": "system", "content": self._dataset.system_prompt}, *messages]
         return messages

@@ -59,6 +59,7 @@ class AsyncGRPOTrainer:
             model is shown, by the chat template.
         environment_factory: makes the environment of one rollout. Its public methods are tools, `reset(**row)` returns what is
             appended to the prompt (or None), and `get_reward()`, if there is one, is a reward: reward_funcs may then be empty.
+            The dataset then needs no column `prompt`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -119,7 +120,9 @@ class AsyncGRPOTrainer:
                 raise TypeError(f"reward function {function!r} is a {type(function).__name__}, which cannot be called")
         if self.train_dataset is None:
             raise ConfigError("train_dataset is missing: pass a Dataset or a list of dicts with a column `prompt`")
-        as_data(self.train_dataset, "train_dataset").require("prompt")
+        data = as_data(self.train_dataset, "train_dataset")
+        if self.environment_factory is None:
+            data.require("prompt")
         if not issubclass(self.loop_cls, AsyncRolloutLoop):
             raise TypeError(f"loop_cls is {self.loop_cls!r}: it must be a subclass of AsyncRolloutLoop")
         if self._model is None and self.model_name.startswith(("/", ".", "~")) and not Path(self.model_name).is_dir():

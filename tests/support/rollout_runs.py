@@ -25,7 +25,7 @@ def by_rank(completions: list[Any], **kwargs: Any) -> list[float]:
 async def running(
     stub: StubServer,
     rewards: list[Reward],
-    prompts: int = 4,
+    prompts: int | list[dict[str, Any]] = 4,
     loop_class: type | None = None,
     args: Any = None,
     tokenizer: Any = None,
@@ -41,7 +41,7 @@ async def running(
         config = fake_config(vllm_server_base_url=stub.url, **(values | changes | (from_config or {})))
         payload = Payload(
             reward_funcs=rewards,
-            dataset=[{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)],
+            dataset=[{"prompt": f"p{i}", "answer": str(i)} for i in range(prompts)] if isinstance(prompts, int) else prompts,
             tokenizer=tokenizer or CharTokenizer(),
             loop_class=loop_class,
             args=args,

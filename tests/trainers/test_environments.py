@@ -220,6 +220,14 @@ async def test_one_named_in_the_config_gets_its_arguments() -> None:
     assert len(Imported.made) == before + 3
 
 
+async def test_a_dataset_without_prompts_leaves_them_to_the_environment() -> None:
+    spec = {"path": "tests.trainers.test_environments:Counter"}
+    stub = stepping(0)
+    async with running(stub, [by_rank], [{"answer": "4"}], from_config={"environment_factory": spec}, **TOOLS) as engine:
+        assert (await only_step(engine)).totals.sequences == 2
+    assert "<|im_start|>user\n (from 0)<|im_end|>" in text(stub.requests[0]["token_ids"])
+
+
 async def test_what_is_no_environment_is_refused() -> None:
     class Shapeless:
         def step(self) -> None:

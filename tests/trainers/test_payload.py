@@ -55,7 +55,9 @@ def test_what_cannot_be_pickled_is_named(value, name):
 
 def test_round_trip_in_another_process(tmp_path):
     rewards = [exact_match_reward, functools.partial(exact_match_reward, weight=2), Length(3)]
-    file = write_payload(Payload(reward_funcs=rewards, dataset=[{"prompt": "a"}]), tmp_path)
+    tools = [functools.partial(json.dumps, indent=1), json.loads]
+    payload = Payload(reward_funcs=rewards, dataset=[{"prompt": "a"}], tools=tools, environment_factory=Length)
+    file = write_payload(payload, tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
     code = f"""
         import json, pathlib
@@ -64,8 +66,12 @@ def test_round_trip_in_another_process(tmp_path):
         exact, bound, length = payload.reward_funcs
         said = exact(["4", "5"], answer=["4", "4"])
         print(json.dumps([said, bound.keywords, length(["abcd"]), payload.dataset, payload.tokenizer]))
+        dumps, loads = payload.tools
+        print(json.dumps([dumps.keywords, loads("[1]"), payload.environment_factory(3).target]))
     """
-    assert json.loads(_python(textwrap.dedent(code))) == [[1.0, 0.0], {"weight": 2}, [-1], [{"prompt": "a"}], None]
+    first, second = map(json.loads, _python(textwrap.dedent(code)).splitlines())
+    assert first == [[1.0, 0.0], {"weight": 2}, [-1], [{"prompt": "a"}], None]
+    assert second == [{"indent": 1}, [1], 3]
 
 
 def test_reading_here_gives_equal_objects(tmp_path, monkeypatch):

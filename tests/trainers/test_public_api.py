@@ -44,6 +44,33 @@ def test_a_lambda_is_a_type_error_at_train(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def undescribed(a: int) -> int:
+    return a
+
+
+def test_tools_and_environments_are_looked_at_when_train_is_called(tmp_path):
+    with pytest.raises(TypeError, match=r"tool `.*<lambda>` cannot be handed to the rollout process"):
+        make(tmp_path, tools=[lambda a: a]).train()
+    with pytest.raises(TypeError, match=r"environment_factory `.*<lambda>` cannot be handed"):
+        make(tmp_path, environment_factory=lambda: None).train()
+    with pytest.raises(ConfigError, match=r"tool `undescribed`: .*no docstring"):
+        make(tmp_path, tools=[undescribed]).train()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_may_stand_for_reward_functions_and_prompts(tmp_path):
+    config = make(tmp_path, reward_funcs=None, environment_factory=Environment, train_dataset=[{"start": 1}]).config
+    assert config.environment_factory.path.endswith(":Environment") and config.reward_funcs == []
+
+
+class Environment:
+    def reset(self, start: int) -> str:
+        return f"count from {start}"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 def test_a_loop_class_made_in_a_function_is_a_type_error(tmp_path):
     class Local(trainers.AsyncRolloutLoop):
         pass
@@ -71,6 +98,8 @@ def test_a_missing_prompt_column_is_named(tmp_path, rows):
         ({"train_dataset": None}, ConfigError, "train_dataset is missing"),
         ({"train_dataset": []}, DatasetError, "no rows"),
         ({"args": {"max_steps": 1}}, TypeError, "AsyncGRPOConfig"),
+        ({"tools": [1]}, TypeError, "tool 1 is a int, which cannot be called"),
+        ({"environment_factory": {"a": dict}}, TypeError, "environment_factory is a dict: pass one class or function"),
         ({"args": AsyncGRPOConfig(reward_weights=[1.0, 2.0])}, ConfigError, "2 values for 1 reward functions"),
     ],
 )
