@@ -96,6 +96,7 @@ def command_line(spec: ServerSpec, port: int, host: str = "127.0.0.1") -> list[s
     arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     arguments += ["--max-logprobs", str(spec.max_logprobs)]
     arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    arguments += ["--worker-extension-cls", "loopwright_vllm.worker.WorkerExtension"]
     arguments += ["--middleware", "loopwright_vllm.auth.KeyMiddleware", "--disable-uvicorn-access-log"]
     arguments += ["--dtype", spec.dtype or ("float32" if device == "cpu" else "bfloat16")]
     arguments += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]

@@ -9,7 +9,7 @@ import httpx
 
 from infra.errors import ServerLacks, ServerUnreachable
 
-BACKEND = "loopwright_shared_storage"
+BACKEND = "loopwright"
 CONNECT_TIMEOUT_S = 10.0
 # The first /server_info collects facts about the machine, which takes seconds on a busy one.
 ANSWER_TIMEOUT_S = 120.0

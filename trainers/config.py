@@ -252,8 +252,10 @@ class AsyncTrainerConfig(TrainerConfig):
     )
     max_staleness: int = Field(4, ge=0, description="Policy versions a sample's oldest token may lag behind. Default 4.")
     weight_sync_steps: int = Field(1, ge=1, description="Optimizer steps between weight syncs. Default 1.")
-    weight_sync: Literal["shared_storage"] = Field(
-        "shared_storage", description="How weights reach the server. Default shared_storage."
+    weight_sync: Literal["auto", "nccl", "ipc", "shared_storage", "sparse"] = Field(
+        "auto",
+        description="How weights reach the servers: broadcasts (nccl), memory of a shared GPU (ipc), a file (shared_storage), "
+        "only what changed (sparse). Default auto: by where they run.",
     )
     weight_check_steps: int = Field(
         50, ge=0, description="Compare a probe's logprobs with the server every this many syncs; 0: never."

@@ -17,18 +17,25 @@ import numpy as np
 from trainers.errors import ServerCapabilityError, ServerError
 
 logger = logging.getLogger(__name__)
-BACKEND = "loopwright_shared_storage"
+BACKEND = "loopwright"
+SYNC_PATH = "/loopwright/sync"
 CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the trainer needs to know of a server. `dtype` is torch's name (`float32`, `bfloat16`)."""
+    """What the trainer needs to know of a server. `dtype` is torch's name (`float32`, `bfloat16`).
+
+    `workers`: what each worker says of itself (device, machine, version …); empty without our worker extension.
+    `one_call`: it has our middleware, which does a whole weight sync in one call.
+    """
 
     model: str
     dtype: str
     max_model_len: int
     weight_backend: str | None
+    workers: tuple[dict[str, Any], ...] = ()
+    one_call: bool = False
 
 
 class ServerClient:
@@ -94,15 +101,39 @@ class ServerClient:
             raise
         model = config["model_config"]
         transfer = config.get("weight_transfer_config") or {}
+        workers, one_call = self._workers()
         return ServerFacts(
             model=str(model["model"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_model_len=int(model["max_model_len"]),
             weight_backend=transfer.get("backend"),
+            workers=tuple(workers),
+            one_call=one_call,
         )
 
-    def init_weight_transfer(self, directory: str) -> None:
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": {"directory": directory}})
+    def _workers(self) -> tuple[list[dict[str, Any]], bool]:
+        """What the workers say of themselves, and whether it was our middleware that asked them."""
+        try:
+            return list(self._call("GET", SYNC_PATH)["workers"]), True
+        except ServerError as error:
+            if "404" not in str(error):
+                raise
+        try:
+            answer = self._call("POST", "/collective_rpc", {"method": "loopwright_state"})
+            return [state for state in answer["results"] if isinstance(state, dict)], False
+        except ServerError:
+            return [], False  # a server without any of our parts
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def world_size(self) -> int:
+        """Workers of the server."""
+        return int(self._call("GET", "/get_world_size")["world_size"])
+
+    def sync(self, update_info: dict[str, Any], version: int) -> dict[str, Any]:
+        """Pause, update, resume in one call; only where `ServerFacts.one_call`. Seconds `pause_s` and `load_s`, and more."""
+        return self._call("POST", SYNC_PATH, {"update_info": update_info, "version": str(version)})
 
     def pause(self) -> None:
         """In-flight requests are kept; their keys and values are computed again with the new weights."""
@@ -123,20 +154,26 @@ class ServerClient:
                 raise
             try:
                 # A refused update ends the session and touches no weight.
-                self.update("")
+                self.update({})
             except ServerError:
                 logger.info("closed a weight update that was left open on %s", self.url)
             self._call("POST", "/start_weight_update")
 
-    def update(self, path: str) -> None:
-        self._call("POST", "/update_weights", {"update_info": {"path": path}})
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "/update_weights", {"update_info": update_info})
 
     def finish_update(self, version: int) -> None:
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
     def weight_version(self) -> str:
-        """The version of the last finished update; "default" on a fresh server."""
-        return str(self._call("GET", "/weight_info")["weight_version"])
+        """The version of the last finished update; on a fresh server "default", or "None" where vLLM keeps no version."""
+        try:
+            return str(self._call("GET", "/weight_info")["weight_version"])
+        except ServerError as error:
+            if "404" not in str(error):
+                raise
+        versions = {str(worker["version"]) for worker in self._workers()[0]}
+        return versions.pop() if len(versions) == 1 else f"none in common: {sorted(versions)}"
 
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """float64 [len(tokens) − 1]: log-probability of each token but the first, at temperature 1."""

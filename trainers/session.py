@@ -29,7 +29,7 @@ from trainers.model import Policy, build_policy, compute_dtype, load_model
 from trainers.optim import check_schedule
 from trainers.rollouts.payload import Payload
 from trainers.rollouts.process import RolloutProcess
-from trainers.weight_sync.shared_storage import SharedStorageSync
+from trainers.weight_sync.sync import ServerSync
 
 
 def join_ranks(config: TrainerConfig) -> Ranks:
@@ -88,7 +88,7 @@ def build_loop(
         args=args,
         callbacks=list(callbacks),
         optimizers=optimizers,
-        weight_sync=SharedStorageSync(config, ranks, tokenizer) if algorithm.generates else None,  # type: ignore[arg-type]
+        weight_sync=ServerSync(config, ranks, tokenizer) if algorithm.generates else None,  # type: ignore[arg-type]
         sink=sink,
         evaluate=HeldOut(config, ranks, tokenizer, payload) if config.eval is not None else None,
         stored_config=stored_config,

@@ -27,7 +27,7 @@ GOOD = Capabilities(
     generate_endpoint=True,
     control_plane=True,
     keyed=True,
-    weight_transfer="loopwright_shared_storage",
+    weight_transfer="loopwright",
     logprobs_mode="processed_logprobs",
     max_logprobs=20,
     dtype="float32",
@@ -216,7 +216,7 @@ def test_nothing_is_lacking():
     [
         ({"control_plane": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"generate_endpoint": False}, "--enable-scale-out"),
-        ({"weight_transfer": None}, '--weight-transfer-config \'{"backend": "loopwright_shared_storage"}\''),
+        ({"weight_transfer": None}, '--weight-transfer-config \'{"backend": "loopwright"}\''),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"max_logprobs": 0}, "--max-logprobs 1"),
         ({"max_model_len": 99}, "--max-model-len 100"),

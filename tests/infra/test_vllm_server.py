@@ -139,7 +139,7 @@ def test_it_says_what_it_can_do(vllm_server):
     assert found == vllm_server.server.capabilities()
     assert (found.model, found.served_name, found.max_model_len) == (str(vllm_server.model_dir), "policy", 512)
     assert (found.generate_endpoint, found.control_plane, found.keyed) == (True, True, True)
-    assert (found.weight_transfer, found.logprobs_mode) == ("loopwright_shared_storage", "processed_logprobs")
+    assert (found.weight_transfer, found.logprobs_mode) == ("loopwright", "processed_logprobs")
     assert (found.dtype, found.device, found.chunked_prefill) == ("float32", "cpu", False)
     vllm_server.server.require(Needs(max_model_len=512))
 

@@ -33,15 +33,15 @@ class FakeControlPlane:
         if messages and (message := messages.pop(0)):
             raise ServerError(message)
 
-    def wait_healthy(self) -> None:
+    def wait_healthy(self, timeout_s: float | None = None) -> None:
         self._call("health")
 
     def facts(self) -> ServerFacts:
         return ServerFacts("m", self.dtype, 512, self.backend)
 
-    def init_weight_transfer(self, directory: str) -> None:
-        assert Path(directory).is_dir()
-        self._call("init")
+    def init_weight_transfer(self, init_info: dict) -> None:
+        assert "directory" not in init_info or Path(init_info["directory"]).is_dir()
+        self._call("layout" if "layout" in init_info else "init")
 
     def pause(self) -> None:
         # A call that fails may have taken effect before its answer was lost.
@@ -56,9 +56,9 @@ class FakeControlPlane:
         assert self.paused, "an update while requests run"
         self._call("start")
 
-    def update(self, path: str) -> None:
+    def update(self, update_info: dict) -> None:
         self._call("update")
-        self.weights = load_file(path)
+        self.weights = {**self.weights, **load_file(update_info["path"])}
 
     def finish_update(self, version: int) -> None:
         self._call("finish")

@@ -23,7 +23,7 @@ from trainers.loop import TrainLoop
 from trainers.losses import loss_inputs, normalise
 from trainers.model import Policy, gathered_parameters
 from trainers.packing import pack_step
-from trainers.weight_sync.shared_storage import SharedStorageSync
+from trainers.weight_sync.sync import ServerSync
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
@@ -74,7 +74,7 @@ def failures(ranks: Ranks, folder: Path) -> None:
     config = grpo_config(output_dir=str(folder / f"rank-{ranks.rank}"), weight_check_steps=1, bf16=False)
     policy = tiny_policy(config, torch.float32, ranks)
     plane = FakeControlPlane(fail={"update": ["no room", "no room"]})
-    sync = SharedStorageSync(config, ranks, None, [plane])  # type: ignore[arg-type]
+    sync = ServerSync(config, ranks, None, [plane])  # type: ignore[arg-type]
     try:
         sync.push(policy, 0)
     except LoopwrightError as error:

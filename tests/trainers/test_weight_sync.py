@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -18,9 +19,18 @@ from tests.support.tiny_model import build_model, build_tokenizer
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.model import probe_logprobs
 from trainers.server import ServerClient
-from trainers.weight_sync.shared_storage import PREFIX, SharedStorageSync, probe_tokens, sweep
+from trainers.weight_sync.layout import make_layout
+from trainers.weight_sync.probe import probe_tokens
+from trainers.weight_sync.shared_storage import PREFIX, SharedStorage, sweep
+from trainers.weight_sync.staging import Staging
+from trainers.weight_sync.sync import ServerSync
 
 CYCLE = ["pause", "start", "update", "finish", "resume"]
+
+
+def folder_of(sync: ServerSync) -> Path:
+    assert isinstance(sync.way, SharedStorage) and sync.way.files.directory is not None
+    return sync.way.files.directory
 
 
 def served_logprobs(weights: dict[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
@@ -38,10 +48,10 @@ def _weights_stay_in_the_tests_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LOOPWRIGHT_WEIGHT_DIRS", str(tmp_path / "weights"))
 
 
-def make_sync(tmp_path: Path, **fields) -> tuple[SharedStorageSync, FakeControlPlane]:
+def make_sync(tmp_path: Path, **fields) -> tuple[ServerSync, FakeControlPlane]:
     plane = FakeControlPlane(reference=served_logprobs, **fields)
     config = grpo_config(output_dir=str(tmp_path), weight_check_steps=2)
-    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), [plane]), plane  # type: ignore[arg-type]
+    return ServerSync(config, ONE_RANK, build_tokenizer(), [plane]), plane  # type: ignore[arg-type]
 
 
 def test_a_sync_pauses_loads_resumes_and_is_checked(tmp_path):
@@ -55,18 +65,18 @@ def test_a_sync_pauses_loads_resumes_and_is_checked(tmp_path):
         assert torch.equal(plane.weights[name], parameter.detach()), name
     assert metrics["perf/weight_probe_abs_diff"] < 1e-4
     assert metrics["perf/weight_sync_bytes"] == sum(4 * p.numel() for p in policy.model.parameters())
-    folder = sync.directory
-    assert folder is not None and folder.is_dir() and not list(folder.iterdir()) and folder.stat().st_mode & 0o77 == 0
+    folder = folder_of(sync)
+    assert folder.is_dir() and not list(folder.iterdir()) and folder.stat().st_mode & 0o77 == 0
     sync.close()
     assert not folder.exists()
 
 
-def test_the_probe_runs_at_the_first_sync_and_every_weight_check_steps(tmp_path):
+def test_the_probe_runs_at_the_first_two_syncs_and_every_weight_check_steps(tmp_path):
     sync, plane = make_sync(tmp_path)
     policy = tiny_policy()
     for version in range(5):
         sync.push(policy, version)
-    assert plane.calls.count("probe") == 3 and plane.calls.count("version") == 5
+    assert plane.calls.count("probe") == 4 and plane.calls.count("version") == 5
 
 
 @pytest.mark.parametrize("call", ["pause", "start", "update", "finish"])
@@ -74,7 +84,8 @@ def test_a_failed_call_is_tried_once_more_on_a_resumed_server(tmp_path, call):
     sync, plane = make_sync(tmp_path, fail={call: ["lost"]})
     sync.push(tiny_policy(), 1)
     failed = CYCLE[: CYCLE.index(call) + 1]
-    assert plane.calls[3:] == [*failed, "resume", *CYCLE, "version", "probe"]
+    # Before the second try it is asked whether it lives, and told everything again: it may be another process.
+    assert plane.calls[3:] == [*failed, "resume", "health", "version", "init", *CYCLE, "version", "probe"]
     assert plane.version == "1" and not plane.paused
 
 
@@ -84,18 +95,19 @@ def test_a_second_failure_fails_the_step_with_the_servers_words_and_leaves_nothi
     with pytest.raises(WeightSyncError, match="twice: disk on fire"):
         sync.push(tiny_policy(), 1)
     assert plane.version == "default" and not plane.paused and plane.calls[-1] == "resume"
+    assert not list(folder_of(sync).iterdir())
 
 
 def test_an_interrupt_in_mid_sync_resumes_the_server(tmp_path):
     sync, plane = make_sync(tmp_path)
 
-    def interrupt(path):
+    def interrupt(update_info):
         raise KeyboardInterrupt
 
     plane.update = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         sync.push(tiny_policy(), 1)
-    assert not plane.paused and not list(sync.directory.iterdir())  # type: ignore[union-attr]
+    assert not plane.paused and not list(folder_of(sync).iterdir())
 
 
 def test_a_lost_resume_is_sent_again(tmp_path, monkeypatch):
@@ -124,9 +136,7 @@ def test_a_version_that_did_not_arrive_is_an_error(tmp_path):
 
 def test_a_server_without_the_engine_is_refused_with_the_flag(tmp_path):
     sync, _ = make_sync(tmp_path, backend="nccl")
-    with pytest.raises(
-        ServerCapabilityError, match=r"--weight-transfer-config '\{\"backend\": \"loopwright_shared_storage\"\}'"
-    ):
+    with pytest.raises(ServerCapabilityError, match=r"--weight-transfer-config '\{\"backend\": \"loopwright\"\}'"):
         sync.push(tiny_policy(), 0)
 
 
@@ -139,9 +149,9 @@ def test_a_server_of_another_dtype_gets_its_own_and_is_warned_about_once(tmp_pat
     assert caplog.text.count("serve with --dtype float32") == 1
 
 
-def several(tmp_path: Path, *planes: FakeControlPlane) -> SharedStorageSync:
+def several(tmp_path: Path, *planes: FakeControlPlane) -> ServerSync:
     config = grpo_config(output_dir=str(tmp_path), weight_check_steps=2)
-    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), planes)  # type: ignore[arg-type]
+    return ServerSync(config, ONE_RANK, build_tokenizer(), planes)  # type: ignore[arg-type]
 
 
 def test_every_server_gets_the_same_file_and_is_checked(tmp_path):
@@ -155,20 +165,83 @@ def test_every_server_gets_the_same_file_and_is_checked(tmp_path):
     assert metrics["perf/weight_probe_abs_diff"] == pytest.approx(2e-4, rel=0.1)
 
 
-def test_one_of_several_servers_that_fails_twice_is_named_and_the_others_run(tmp_path):
+def test_one_of_several_servers_that_fails_twice_leaves_and_comes_back_with_current_weights(tmp_path, caplog):
     good, bad = (FakeControlPlane(reference=served_logprobs, url=f"http://{name}") for name in ("good", "bad"))
-    bad.fail = {"update": ["", "first", "disk on fire"]}
+    bad.fail = {"update": ["", "first", "disk on fire"], "health": ["", "", "still booting"]}
     sync = several(tmp_path, good, bad)
     sync.push(tiny_policy(), 1)
-    with pytest.raises(WeightSyncError, match="http://bad did not take policy version 2, twice: disk on fire"):
-        sync.push(tiny_policy(), 2)
+    sync.push(tiny_policy(seed=1), 2)
+    assert "http://bad leaves the group, the others go on: disk on fire" in caplog.text
     assert (good.version, bad.version) == ("2", "1") and not good.paused and not bad.paused
-    assert sync.directory is not None and not list(sync.directory.iterdir())
+    sync.push(tiny_policy(seed=2), 3)  # it does not answer yet
+    assert (good.version, bad.version) == ("3", "1")
+    policy = tiny_policy(seed=3)
+    sync.push(policy, 4)
+    assert (good.version, bad.version) == ("4", "4")
+    assert all(torch.equal(bad.weights[name], value.detach()) for name, value in policy.model.named_parameters())
+    assert not list(folder_of(sync).iterdir())
+
+
+def test_a_server_that_dies_in_mid_sync_is_left_without_a_second_try(tmp_path):
+    good, bad = (FakeControlPlane(reference=served_logprobs, url=f"http://{name}") for name in ("good", "bad"))
+    bad.fail = {"update": ["", "connection reset"], "health": ["", "connection refused"]}
+    sync = several(tmp_path, good, bad)
+    sync.push(tiny_policy(), 1)
+    sync.push(tiny_policy(), 2)
+    assert good.version == "2" and bad.calls.count("update") == 2
+
+
+def test_a_server_that_answers_with_other_weights_fails_the_sync_although_others_remain(tmp_path):
+    good, bad = (FakeControlPlane(reference=served_logprobs, url=f"http://{name}") for name in ("good", "bad"))
+    bad.shift = 0.05
+    with pytest.raises(WeightSyncError, match="log-probabilities of http://bad differ"):
+        several(tmp_path, good, bad).push(tiny_policy(), 1)
+
+
+def test_blocks_that_are_never_trained_are_sent_once_and_again_to_a_newcomer(tmp_path):
+    sync, plane = make_sync(tmp_path)
+    policy = tiny_policy()
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(name.startswith("model.layers.1."))
+    everything = sync.push(policy, 0)["perf/weight_sync_bytes"]
+    trained = sum(4 * p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert sync.push(policy, 1)["perf/weight_sync_bytes"] == trained < everything
+    plane.fail = {"update": ["died"]}
+    plane.version = "default"  # another process answers at its address
+    with pytest.raises(WeightSyncError, match="died"):
+        sync.push(policy, 2)
+    plane.fail = {}
+    sync.members.inside[0].facts = None  # as if it had left
+    assert sync.push(policy, 3)["perf/weight_sync_bytes"] == everything
+
+
+def test_a_part_of_a_block_is_never_sent_alone(tmp_path):
+    policy = tiny_policy()
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(name.endswith("layers.0.self_attn.q_proj.weight"))
+    layout = make_layout(policy.model, torch.bfloat16, everything=False)
+    names = [name for name, _ in policy.model.named_parameters() if name.startswith("model.layers.0.")]
+    assert [entry.name for entry in layout.entries] == names and layout.partial
+
+
+def test_buckets_hold_every_tensor_once_in_the_models_order():
+    policy = tiny_policy(seed=3)
+    for bucket_bytes in (1 << 12, 1 << 15, 1 << 28):
+        layout = make_layout(policy.model, torch.bfloat16, everything=True, bucket_bytes=bucket_bytes)
+        staging = Staging(torch.device("cpu"))
+        staging.fill(policy, layout, torch.bfloat16, keep=True)
+        views = layout.views(staging.buckets)
+        assert list(views) == [name for name, _ in policy.model.named_parameters()]
+        for name, parameter in policy.model.named_parameters():
+            assert torch.equal(views[name], parameter.detach().bfloat16()), name
+        spans = sorted((e.bucket, e.offset, e.offset + e.nbytes) for e in layout.entries)
+        assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(spans))
+    assert len(layout.buckets) == 1
 
 
 def test_servers_of_different_types_are_refused(tmp_path):
     planes = [FakeControlPlane(dtype=dtype, url=f"http://{dtype}") for dtype in ("float32", "bfloat16")]
-    with pytest.raises(ServerCapabilityError, match="http://bfloat16: bfloat16.*serve all with --dtype float32"):
+    with pytest.raises(ServerCapabilityError, match=r"http://bfloat16: bfloat16.*serve all with --dtype float32"):
         several(tmp_path, *planes).push(tiny_policy(), 0)
 
 
@@ -182,16 +255,16 @@ def test_the_probe_is_ordinary_text_where_the_tokenizer_knows_it():
 def test_folders_of_killed_trainers_are_swept_and_those_of_live_ones_stay(tmp_path):
     sync, _ = make_sync(tmp_path)
     sync.push(tiny_policy(), 0)
-    base = sync.directory.parent  # type: ignore[union-attr]
+    base = folder_of(sync).parent
     orphan, fresh = base / (PREFIX + "orphan"), base / (PREFIX + "fresh")
     for folder in (orphan, fresh):
         folder.mkdir()
         (folder / "policy-3.safetensors").write_bytes(b"x")
     hour_ago = time.time() - 3600
-    for folder in (orphan, sync.directory):
-        os.utime(folder, (hour_ago, hour_ago))  # type: ignore[arg-type]
+    for folder in (orphan, folder_of(sync)):
+        os.utime(folder, (hour_ago, hour_ago))
     sweep(base)
-    assert not orphan.exists() and fresh.exists() and sync.directory.exists()  # type: ignore[union-attr]
+    assert not orphan.exists() and fresh.exists() and folder_of(sync).exists()
     sync.close()
     assert [path.name for path in base.iterdir()] == [PREFIX + "fresh"]
 
@@ -207,11 +280,11 @@ def test_an_unreachable_server_says_so():
 # The real server ---------------------------------------------------------------------------------------------------------
 
 
-def real_sync(server, tmp_path) -> SharedStorageSync:
+def real_sync(server, tmp_path) -> ServerSync:
     config = grpo_config(
         vllm_server_base_url=server.url, vllm_server_timeout=120, weight_check_steps=1, output_dir=str(tmp_path)
     )
-    return SharedStorageSync(config, ONE_RANK, build_tokenizer(), [ServerClient(server.url, 120, server.key)])
+    return ServerSync(config, ONE_RANK, build_tokenizer(), [ServerClient(server.url, 120, server.key)])
 
 
 @pytest.mark.server
@@ -250,7 +323,7 @@ def _narrow_policy():
 @pytest.mark.server
 def test_a_session_that_a_dead_trainer_left_open_is_closed(vllm_server, tmp_path):
     left = ServerClient(vllm_server.url, 120, vllm_server.key)
-    left.init_weight_transfer(str(tmp_path))
+    left.init_weight_transfer({"directory": str(tmp_path)})
     left.pause()
     left.start_update()
     sync = real_sync(vllm_server, tmp_path)

@@ -1,10 +1,14 @@
 """What Loopwright adds to a vLLM server. Runs inside vLLM's interpreter, so it imports nothing of Loopwright's.
 
 The folder above this package is put on the server's PYTHONPATH; vLLM finds `register` through the entry point in the
-`dist-info` folder beside it, in every process it starts.
+`dist-info` folder beside it, in every process it starts. Three of the server's arguments switch the rest on:
+
+    --weight-transfer-config '{"backend": "loopwright"}'            engine.py: how weights arrive
+    --worker-extension-cls loopwright_vllm.worker.WorkerExtension   worker.py: what a worker says of itself, one-call updates
+    --middleware loopwright_vllm.auth.KeyMiddleware                 auth.py: the key; control.py: POST /loopwright/sync
 """
 
-BACKEND = "loopwright_shared_storage"
+BACKEND = "loopwright"
 
 
 def register() -> None:
@@ -12,4 +16,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "loopwright_vllm.shared_storage", "SharedStorageEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "loopwright_vllm.engine", "LoopwrightEngine")

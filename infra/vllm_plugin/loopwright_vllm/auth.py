@@ -7,6 +7,8 @@ vLLM's own check covers `/v1`, `/v2`, `/inference` and `/cohere` only and leaves
 import hmac
 import os
 
+from loopwright_vllm.control import Control
+
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -17,7 +19,7 @@ class KeyMiddleware:
         key = os.environ.get("VLLM_API_KEY", "")
         if not key:
             raise RuntimeError("VLLM_API_KEY is not set: this server refuses to run without a key")
-        self.app = app
+        self.app = Control(app)
         self.expected = b"bearer " + key.encode()
 
     def _allowed(self, scope) -> bool:
