@@ -12,17 +12,21 @@ import sys
 from functools import cache
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
+from trainers import attention
 from trainers.algorithms import SamplerNeeds
 from trainers.algorithms.sequences import rollout_samples
 from trainers.batch import PackedBatch
 from trainers.head import token_logprobs
+from trainers.losses import loss_inputs
 from trainers.packing import pack_row
+from trainers.policy_losses import Bounds, centered_loss
 from trainers.rollouts.answers import read_answer
-from trainers.rollouts.protocol import SamplingForm
+from trainers.rollouts.protocol import SamplingForm, request_body
 from trainers.types import Prompt, Rollout, TurnRecord
 
 VOCABULARY, LENGTH, TOP_K = 12, 12, 3
@@ -167,3 +171,37 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: 
 
     with pytest.raises(ValueError, match=message):
         GRPOConfig(model="m", dataset={"path": "d"}, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.server
+def test_the_trainers_probabilities_are_the_real_servers(vllm_server: Any) -> None:
+    """With top_k 4 the server's processed logprobs are those of the four candidates, which its top 5 then name."""
+    from trainers.config import GRPOConfig
+    from trainers.distributed import Ranks
+    from trainers.model import build_policy, load_model
+
+    form = SamplingForm(top_k=4, top_logprobs=5)
+    with httpx.Client(base_url=vllm_server.url, headers=vllm_server.headers, timeout=60) as client:
+        turns = []
+        for seed, one_form in ((1, form), (2, SamplingForm(top_logprobs=5))):
+            path, body = request_body(one_form, True, "policy", PROMPT, temperature=0.8, max_tokens=40, seed=seed, version=None)
+            answer = client.post(path, content=body, headers={"Content-Type": "application/json"}).raise_for_status()
+            turns.append(read_answer(one_form, answer.content, PROMPT, None))
+    limited = turns[0]
+    assert limited.top_ids is not None and ((limited.top_ids >= 0).sum(1) == 4).all()
+    limited.candidate_ids = limited.top_ids[limited.top_ids >= 0]
+    limited.candidate_counts = np.full(len(limited.top_ids), 4, np.int32)
+    prompt = Prompt(0, 0, [], {}, PROMPT)
+    samples = [sample for turn in turns for sample in rollout_samples(Rollout(prompt, [turn]), 1.0)]
+    cpu = torch.device("cpu")
+    attention.install(cpu, torch.float32, log=False)
+    config = GRPOConfig(model=str(vllm_server.model_dir), dataset={"path": "d"}, temperature=0.8)  # type: ignore[arg-type]
+    policy = build_policy(load_model(config), config, Ranks(0, 1, 0, cpu, None, None))
+    batch = PackedBatch.from_row(pack_row(samples), cpu)
+    with torch.no_grad():
+        outputs = policy(batch)
+    assert len(outputs.logprobs) == sum(len(turn.output_ids) for turn in turns) > 10
+    torch.testing.assert_close(outputs.logprobs, batch.sampler_logprobs, atol=1e-3, rtol=0)
+    torch.testing.assert_close(outputs.top_logprobs, batch.top_logprobs, atol=1e-3, rtol=0)
+    _, metrics = centered_loss(loss_inputs(outputs, batch), Bounds(0.5, 5.0, 0.8, 1.2))
+    assert float(metrics["sampling/masked_mean"][0]) == 0

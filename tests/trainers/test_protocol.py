@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -147,11 +148,8 @@ async def test_a_server_that_returns_too_few_logprobs_ends_the_run_at_its_first_
 
 
 @pytest.mark.server
-async def test_the_real_servers_top_logprobs_on_both_endpoints(vllm_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_servers_top_logprobs_on_both_endpoints(vllm_server: Any) -> None:
     """The sampled token where it is likely, sorted, summing to less than one, equal on both endpoints for equal seeds."""
-    import httpx
-
-    monkeypatch.setenv("VLLM_API_KEY", vllm_server.key)
     form, turns = SamplingForm(top_logprobs=5), []
     with httpx.Client(base_url=vllm_server.url, headers=vllm_server.headers, timeout=60) as client:
         for generate in (True, False):
