@@ -2,15 +2,16 @@
 
     Stream.open(epoch) ─▶ a copy of the dataset, told its epoch ─▶ rows
 
-Every pass reads a copy of its own, so that the dataset stays as it was given: one pass leaves nothing behind for the next.
+Every pass reads a copy of its own, so that one pass leaves nothing behind for the next. The copies are made by pickle, by which
+the dataset came here anyway: `copy.deepcopy` of a streaming dataset fails in a thread that never opened its file system.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -54,6 +55,7 @@ class Stream:
 
     Raises:
         DatasetError: it can be read only once, or has no rows.
+        TypeError: it cannot be pickled.
     """
 
     def __init__(self, rows: Any, source: str, max_rows: int | None = None) -> None:
@@ -62,20 +64,24 @@ class Stream:
                 f"{source} is a {type(rows).__name__}, which can be read only once: pass an object whose `__iter__` begins "
                 "anew, such as a datasets.IterableDataset"
             )
-        self._rows = rows
+        try:
+            self._pickled = pickle.dumps(rows)
+        except Exception as error:
+            raise TypeError(
+                f"{source} cannot be handed to the process that reads it ({error}): what it is made of must be defined at the "
+                "top level of a module or script, not as a lambda or within a function"
+            ) from error
+        # Whether a pass can be gone on with.
+        self.stateful = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")
+        self._features = str(getattr(rows, "features", None))
         self.source = source
         self.max_rows = max_rows
         names = getattr(rows, "column_names", None)
         self.columns: list[str] = list(names) if names else list(self._first_rows(1)[0])
 
-    @property
-    def stateful(self) -> bool:
-        """Whether a pass can be gone on with."""
-        return hasattr(self._rows, "state_dict") and hasattr(self._rows, "load_state_dict")
-
     def open(self, epoch: int) -> Any:
         """The dataset of one pass, not begun."""
-        rows = copy.deepcopy(self._rows)
+        rows = pickle.loads(self._pickled)
         if hasattr(rows, "set_epoch"):
             rows.set_epoch(epoch)
         return rows
@@ -115,7 +121,7 @@ class Stream:
 
     @cached_property
     def _fingerprint(self) -> str:
-        features = [str(getattr(self._rows, "features", None)), self.columns, self.max_rows]
+        features = [self._features, self.columns, self.max_rows]
         return row_digest({"stream": features, "rows": self._first_rows(FINGERPRINT_ROWS)})
 
     def fingerprint(self) -> str:

@@ -38,7 +38,7 @@ from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
 from trainers.step_source import BUFFER_FILE
 from trainers.streams import Stream
-from trainers.types import RolloutGroup, Sample, Step
+from trainers.types import Prompt, RolloutGroup, Sample, Step
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,15 @@ class StepEngine:
         except Exception as error:
             self._fail(error)
 
-    async def _prompts(self) -> AsyncIterator[Any]:
+    async def _prompts(self) -> AsyncIterator[Prompt]:
+        """What the source generates from. If the data fails, so does the run, whatever the source makes of it."""
+        try:
+            async for prompt in self._admitted():
+                yield prompt
+        except Exception as error:
+            self._fail(error)
+
+    async def _admitted(self) -> AsyncIterator[Prompt]:
         rollouts = 1
         while True:
             await self._admission(rollouts)
