@@ -20,6 +20,9 @@ def test_a_grpo_run_from_the_command_line(vllm_server: SharedServer, home: Path,
         prompts=6,
         name="whole",
         save_steps=2,
+        log_completions=True,
+        num_completions_to_print=1,
+        keep_rollout_every=10,
         eval={"dataset": {"path": str(tmp_path / "rows.jsonl")}},
         servers={"student": {"url": vllm_server.url, "api_key_env": "STUDENT_KEY"}},
         tags={"purpose": "test"},
@@ -45,6 +48,14 @@ def test_a_grpo_run_from_the_command_line(vllm_server: SharedServer, home: Path,
     assert [point.step for point in client.get_metric_history(tracked.info.run_id, "loss")] == [1, 2, 3]
     assert [point.step for point in client.get_metric_history(tracked.info.run_id, "eval/accuracy")] == [0, 3]
     assert client.get_model_version("whole", run.stages["register"]["version"]).run_id == tracked.info.run_id
+    traces = client.search_traces(locations=[tracked.info.experiment_id], run_id=tracked.info.run_id)
+    assert len(traces) == 3  # rollouts 0, 10 and 20 of 24
+    for trace in traces:
+        root, turn = sorted(trace.data.spans, key=lambda span: span.parent_id is not None)
+        assert root.start_time_ns <= turn.start_time_ns < turn.end_time_ns <= root.end_time_ns
+        assert root.attributes["rewards/reward"] == root.attributes["reward"]
+    trainer_log = next(checkpoint.parent.glob("logs/trainer-*.log")).read_text()
+    assert all(f"\nStep {step} " in trainer_log for step in (1, 2, 3)) and "| Prompt " in trainer_log
 
     assert registry.list_leases() == []
     assert processes(home) == []
