@@ -101,11 +101,10 @@ def check_dataset(
 
 def _missing_columns(function: Callable[..., Any], columns: Sequence[str]) -> Iterator[str]:
     """Parameters without a default that neither the engine nor the dataset provides."""
-    from trainers.rewards import accuracy_reward
-
-    # It takes either, so its signature requires neither.
-    if getattr(function, "func", function) is accuracy_reward and not {"solution", "answer"} & set(columns):
-        yield "solution` or `answer"
+    # Alternatives, of which the signature requires none: one group of columns is needed, whole.
+    choices: tuple[tuple[str, ...], ...] = getattr(getattr(function, "func", function), "column_choices", ())
+    if choices and not any(set(group) <= set(columns) for group in choices):
+        yield "` or `".join("` and `".join(group) for group in choices)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # built in C: says nothing of its parameters

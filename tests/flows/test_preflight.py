@@ -71,6 +71,12 @@ def test_the_accuracy_reward_needs_a_reference(home: Path, config: Make, tmp_pat
     assert "has no column `solution` or `answer`, which reward_funcs.0 needs; it has: prompt" in line
 
 
+def test_a_reward_with_several_forms_needs_the_columns_of_one(home: Path, config: Make, tmp_path: Path) -> None:
+    (tmp_path / "code.jsonl").write_text('{"prompt": "f", "test": "check", "inputs": "1"}\n')
+    (line,) = lines(config(dataset={"path": str(tmp_path / "code.jsonl")}, reward_funcs=["trainers.rewards:code_reward"]))
+    assert "no column `tests` or `test` and `entry_point` or `inputs` and `outputs`, which reward_funcs.0 needs" in line
+
+
 def test_a_held_out_set_is_checked_like_the_training_set(home: Path, config: Make, tmp_path: Path) -> None:
     (line,) = lines(config(eval={"dataset": {"path": str(tmp_path / "none.jsonl")}}))
     assert line == f"eval.dataset: there is no file {tmp_path / 'none.jsonl'}"

@@ -76,7 +76,7 @@ def _equal(prediction: str, gold: str, limit_s: float) -> float | None:
     gold, answer = _final_answer(gold).strip(), _final_answer(prediction[-_TAIL_CHARS:]).strip()
     if (equal := _equal_numbers(gold, answer)) is not None:
         return float(equal)
-    replies = _workers().ask({"gold": gold, "answer": answer}, replies=2, limit_s=limit_s)
+    replies = _workers().ask({"gold": gold, "answer": answer, "limit_s": limit_s}, replies=2, limit_s=limit_s)
     if not replies or not replies[0]["gold"]:
         return None
     return float(len(replies) == 2 and replies[1]["equal"])

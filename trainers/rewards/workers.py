@@ -7,7 +7,7 @@ For work that may run for minutes and holds the interpreter lock: a thread could
 the loop that generates.
 
 Invariants: a worker answers one question at a time; one that was killed is never used again; the pool starts nothing before its
-first question, and its workers end with the process (end of their input, or their parent's id changes).
+first question, and its workers see the end of their input when the process ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, bufsize=0
         )
         self._buffer = b""
-        self.hello = self._read(start_s)
+        try:
+            self.hello = self.read(start_s)
+        except WorkerGone:
+            self.kill()
+            raise
 
     def send(self, question: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -49,9 +53,6 @@ class Worker:
             raise WorkerGone from error
 
     def read(self, limit_s: float) -> dict[str, Any]:
-        return self._read(limit_s)
-
-    def _read(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
@@ -64,6 +65,9 @@ class Worker:
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         self._process.kill()
@@ -116,14 +120,17 @@ class WorkerPool:
 
     def _take(self) -> Worker:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive():
+                    return worker
+                self._workers.remove(worker)  # it ended while nothing was asked of it: no question's fault
+                worker.kill()
         try:
             worker = Worker(self._command, self._start_s)
         except WorkerGone:
-            raise RuntimeError(
-                f"`{' '.join(self._command)}` ended, or was silent for {self._start_s:g} s, at its start"
-            ) from None
+            command = " ".join(self._command)
+            raise RuntimeError(f"`{command}` ended at its start, or was silent for {self._start_s:g} s") from None
         with self._lock:
             self._workers.append(worker)
         if "error" in worker.hello:

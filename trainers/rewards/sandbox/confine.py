@@ -10,7 +10,7 @@ import os
 import resource
 import struct
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .syscalls import forbid
 
@@ -28,8 +28,7 @@ class CannotConfine(Exception):
     """The kernel does not permit what confinement needs; the message says what."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     cpu_s: int
     memory_bytes: int
     file_bytes: int

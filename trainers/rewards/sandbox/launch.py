@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainers.errors import ConfigError
+from trainers.rewards.sandbox import judge, runner  # compiled by the import, so that their processes need not
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +60,15 @@ def judge_asserts(box: Box, program: str, tests: list[str], helpers: str = "", e
         calls_read, calls_write, answers_read, answers_write = *os.pipe(), *os.pipe()
         pipes = (calls_read, calls_write, answers_read, answers_write)
         try:
-            runner = _start(box, folder / "program", "runner", ["serve"], {}, stdin=calls_read, stdout=answers_write)
-            ends.callback(_end, runner)
+            program_process = _start(box, folder / "program", runner, ["serve"], {}, stdin=calls_read, stdout=answers_write)
+            ends.callback(_end, program_process)
             fds = {"calls_fd": calls_write, "answers_fd": answers_read}
-            judge = _start(box, folder / "judge", "judge", [], fds, pass_fds=(calls_write, answers_read))
-            ends.callback(_end, judge)
+            judge_process = _start(box, folder / "judge", judge, [], fds, pass_fds=(calls_write, answers_read))
+            ends.callback(_end, judge_process)
         finally:
             for fd in pipes:
                 os.close(fd)
-        lines = _talk(box, judge, json.dumps(job).encode() + b"\n", folder / "program", said=2).decode().split()
+        lines = _talk(box, judge_process, json.dumps(job).encode() + b"\n", folder / "program", said=2).decode().split()
     return [line == "1" for line in lines] + [False] * (len(tests) - len(lines))
 
 
@@ -78,7 +80,7 @@ def run_script(box: Box, program: str, stdin: str = "") -> str | None:
     """
     text = program.encode("utf-8", "replace")
     with _folder() as folder:
-        process = _start(box, folder / "program", "runner", ["script"], {})
+        process = _start(box, folder / "program", runner, ["script"], {})
         try:
             data = b"%d\n%b%b" % (len(text), text, stdin.encode("utf-8", "replace"))
             output = _talk(box, process, data, folder / "program", said=1)
@@ -97,7 +99,7 @@ def in_force(unsafe: bool) -> str:
     """
     said: list[str] = []
     with _folder() as folder:
-        process = _start(Box(unsafe=unsafe), folder / "program", "runner", ["script"], {})
+        process = _start(Box(unsafe=unsafe), folder / "program", runner, ["script"], {})
         try:
             _talk(Box(unsafe=unsafe), process, b"4\npass", folder / "program", said=1, heard=said)
         except SandboxError as error:
@@ -128,7 +130,7 @@ def _folder() -> Iterator[Path]:
 def _start(
     box: Box,
     folder: Path,
-    module: str,
+    module: ModuleType,
     words: list[str],
     settings: dict[str, Any],
     stdin: int = subprocess.PIPE,
@@ -137,7 +139,15 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     limits = {"cpu_s": int(box.timeout_s) + 1, "memory_bytes": box.memory_mb << 20, "file_bytes": box.disk_mb << 20}
     settings = {"folder": str(folder), "limits": limits, "unsafe": box.unsafe, **settings}
-    command = [sys.executable, "-I", "-S", "-B", "-c", _BOOT.format(module), str(Path(__file__).parents[1])]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        _BOOT.format(module.__name__.rpartition(".")[2]),
+        str(Path(__file__).parents[1]),
+    ]
     return subprocess.Popen(
         [*command, *words, json.dumps(settings)],
         stdin=stdin,
