@@ -28,7 +28,10 @@ class MetricSink(Protocol):
         """A checkpoint of `step` is whole: metrics up to it are final."""
         ...
 
-    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None: ...
+    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Rollouts to keep, each with its `trace`. Those to be printed are printed by the loop."""
+        ...
+
     def bottleneck(self, step: int, text: str) -> None: ...
     def checkpoint(self, step: int, path: str) -> None: ...
 
@@ -49,7 +52,7 @@ class PrintSink:
         """Nothing is held back."""
 
     def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Rollouts are not printed."""
+        """There is nowhere to keep them."""
 
     def bottleneck(self, step: int, text: str) -> None:
         print(f"step {step}  {text}", flush=True)
