@@ -157,6 +157,15 @@ def test_what_is_asked_for_follows_from_the_config() -> None:
     assert build_algorithm(SFTConfig(model="m", dataset={"path": "d"})).sampler_needs() == SamplerNeeds()  # type: ignore[arg-type]
 
 
+def test_a_repetition_penalty_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    from trainers.config import GRPOConfig
+
+    for penalty in (1.0, 1.2):
+        config = GRPOConfig(model="m", dataset={"path": "d"}, repetition_penalty=penalty)  # type: ignore[arg-type]
+        assert SamplingForm.of(config, SamplerNeeds(8, False)).repetition_penalty == penalty
+    assert [record.getMessage()[:24] for record in caplog.records] == ["repetition_penalty=1.2: "]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

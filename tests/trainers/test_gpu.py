@@ -16,6 +16,7 @@ from trainers.attention.backends import choose_backend
 from trainers.batch import PackedBatch
 from trainers.distributed import Ranks, init_distributed, shutdown_distributed
 from trainers.loop import TrainLoop
+from trainers.losses import loss_inputs
 from trainers.model import build_policy
 from trainers.packing import pack_row
 
@@ -65,6 +66,24 @@ def test_float32_gradients_equal_those_of_the_cpu():
         gradients.append({name: p.grad.cpu() for name, p in policy.model.named_parameters()})
     for name, wanted in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], wanted, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_top_logprobs_and_candidate_sets_equal_those_of_the_cpu():
+    samples = make_samples(seed=5, step=1, count=6)
+    for sample in samples[::2]:
+        sample.candidate_counts = np.full(sample.trained_tokens, 20, np.int32)
+        sample.candidate_ids = np.tile(np.arange(0, 60, 3, dtype=np.int32), sample.trained_tokens)
+    row, config, seen = pack_row(samples), grpo_config(bf16=False), []
+    for ranks in (CPU, Ranks(0, 1, 0, torch.device("cuda", 0), None, None)):
+        policy = tiny_policy(config, ranks=ranks)
+        batch = PackedBatch.from_row(row, ranks.device)
+        outputs = policy(batch)
+        loss, _ = build_algorithm(config).loss(loss_inputs(outputs, batch)).losses[0]
+        loss.backward()
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        seen.append([tensor.detach().cpu() for tensor in (outputs.logprobs, outputs.top_logprobs, loss, *gradients)])
+    for wanted, got in zip(*seen, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-4)
 
 
 def test_a_bfloat16_run_follows_the_float32_one_and_resumes(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -18,7 +19,7 @@ def samples(draw: st.DrawFn) -> Sample:
     length = draw(st.integers(1, 8))
     mask = np.array([False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))], bool)
     trained = int(mask.sum())
-    sampler: dict[str, np.ndarray] = {}
+    sampler: dict[str, Any] = {}
     if width := draw(st.integers(0, 3)):
         sampler["top_ids"] = np.arange(trained * width, dtype=np.int32).reshape(trained, width)
         sampler["top_logprobs"] = -sampler["top_ids"].astype(np.float32)

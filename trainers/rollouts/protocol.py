@@ -6,6 +6,7 @@ stamped with the version known at dispatch. No connection here: `client` sends, 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 
 from trainers.algorithms import SamplerNeeds
 from trainers.config import AsyncTrainerConfig
+
+logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -48,6 +51,13 @@ class SamplingForm:
 
     @classmethod
     def of(cls, config: AsyncTrainerConfig, needs: SamplerNeeds) -> SamplingForm:
+        """What `config` says and the run's objective needs."""
+        if config.repetition_penalty != 1:
+            logger.warning(
+                "repetition_penalty=%g: the server samples from penalised logits, which the trainer does not compute: the ratio "
+                "to the sampler is biased",
+                config.repetition_penalty,
+            )
         return cls(config.top_p, config.top_k, config.min_p or 0.0, config.repetition_penalty, *needs)
 
 
