@@ -54,8 +54,8 @@ class SamplingForm:
         """What `config` says and the run's objective needs."""
         if config.repetition_penalty != 1:
             logger.warning(
-                "repetition_penalty=%g: the server samples from penalised logits, which the trainer does not compute: the ratio "
-                "to the sampler is biased",
+                "repetition_penalty=%g: the server samples from penalised logits, which the trainer does not compute: "
+                "the ratio to the sampler is biased",
                 config.repetition_penalty,
             )
         return cls(config.top_p, config.top_k, config.min_p or 0.0, config.repetition_penalty, *needs)
