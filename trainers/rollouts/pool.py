@@ -259,7 +259,7 @@ class ServerPool:
                     logger.warning("%s does not answer; its requests go elsewhere", server.name)
                     server.failed("connection")
                     server.abort_attempts()
-            except (aiohttp.ClientError, ConnectionError, ValueError, KeyError) as error:
+            except (aiohttp.ClientError, ConnectionError, ValueError, KeyError, TypeError) as error:
                 logger.debug("%s: %r", server.name, error)
                 if isinstance(error, aiohttp.ClientConnectorError):
                     server.failed("connection")
