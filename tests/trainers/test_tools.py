@@ -284,3 +284,73 @@ def test_a_tokenizer_with_a_parser_of_its_own_is_read_by_it() -> None:
     assert broken.calls[0].problem and broken.message == {"role": "assistant", "content": "<tool_call>\n{oops\n</tool_call>"}
     plain = chat.read(prompt, chat.encode("Hello<|im_end|>"))
     assert plain.calls == [] and plain.message["content"] == "Hello"
+
+
+def _small_bpe(kind: str) -> Any:
+    """A tokenizer as real ones are made: byte-level (GPT-2, Qwen) or with word marks (Llama 2, Mistral), and a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    corpus = ["<|im_start|>user\nhello there, count to 10\n", "assistant  tool call: one two three é\n\n"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    if kind == "bytes":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    elif kind == "words":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
+        alphabet = [chr(code) for code in (10, *range(32, 127))]
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder, alphabet = decoders.Fuse(), [chr(code) for code in (10, *range(32, 127))]
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.add_special_tokens(
+        [AddedToken("<mask>", lstrip=True), AddedToken("<|im_start|>x"), AddedToken("<br>", rstrip=True)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
+    fast.chat_template = tool_tokenizer().chat_template
+    return fast
+
+
+TOKENIZERS = {"characters": tool_tokenizer(), **{kind: _small_bpe(kind) for kind in ("bytes", "words", "prepended")}}
+SAID = st.lists(
+    st.sampled_from(
+        ["hello", " ", "\n", "<|im_start|>", "<|im_end|>", "<mask>", "<br>", "<tool_call>", "x", "é", "one two", "  "]
+    ),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(TOKENIZERS)), st.lists(st.tuples(st.sampled_from(["assistant", "tool", "user"]), SAID), max_size=8)
+)
+def test_a_prompt_tokenized_from_the_last_turn_on_equals_the_whole(kind: str, said: list[tuple[str, str]]) -> None:
+    tokenizer = TOKENIZERS[kind]
+    chat = Chat(tokenizer, tools=[WEATHER])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hello there"}]
+    before = chat.known(messages, chat.prompt_ids(messages))
+    for role, content in said:
+        messages.append({"role": role, "content": content})
+        before = chat.rendered(messages, before)
+        assert before.ids.tolist() == tokenizer(before.text, add_special_tokens=False)["input_ids"]
+
+
+def test_only_what_follows_the_last_turn_is_tokenized_again() -> None:
+    class Watched(Chat):
+        seen: list[str] = []  # noqa: RUF012
+
+        def encode(self, text: str) -> np.ndarray:
+            self.seen.append(text)
+            return super().encode(text)
+
+    chat = Watched(tool_tokenizer(), tools=[WEATHER])
+    messages = [{"role": "user", "content": "hello"}]
+    before = chat.rendered(messages)
+    chat.rendered([*messages, {"role": "assistant", "content": "yes"}], before)
+    assert chat.seen[1] == "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>assistant\n"
+    chat.rendered([{"role": "user", "content": "rewritten"}, {"role": "assistant", "content": "yes"}], before)
+    assert chat.seen[2].startswith("<|im_start|>system\n") and "rewritten" in chat.seen[2]

@@ -3,7 +3,8 @@
     messages ─▶ render (template, with tools) ─▶ encode ─▶ prompt ids ─▶ server ─▶ output ids ─▶ read ─▶ message, calls
 
 Invariants:
-- the ids of a message list are those `tokenizer(template(messages))` gives, by whichever way they are made;
+- the ids of a message list are those `tokenizer(template(messages))` gives, by whichever way they are made; in particular
+  every turn's prompt is the whole conversation's, although only what follows the last turn's header is tokenized again;
 - reading never raises for what a model wrote: a call that cannot be read becomes one with a `problem`.
 """
 
@@ -29,6 +30,16 @@ class Said:
     calls: list[RequestedCall] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered message list. Another text that begins with `text[:cut]` has ids that begin with `ids[:kept]`."""
+
+    text: str
+    ids: np.ndarray  # int32 [P]
+    cut: int  # 0: nothing is known of texts that begin alike
+    kept: int
+
+
 class Chat:
     """A tokenizer with its chat template (plain text without one) and the tools every prompt shows.
 
@@ -46,6 +57,8 @@ class Chat:
         self._kwargs = dict(template_kwargs or {})
         self._tools = list(tools)
         self._backend = _backend_of(tokenizer)
+        self._decodes_plainly = self._backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", True)
+        self._cuts = _cuts_of(self._backend) if self.has_template else {}
         if self._tools:
             self._kwargs["tools"] = self._tools
             template = _template_text(tokenizer, self._tools)
@@ -79,9 +92,30 @@ class Chat:
         """int32 [P]: the rendering with what begins an answer."""
         return self.encode(self.render(messages))
 
+    def rendered(self, messages: Sequence[Message], before: Rendered | None = None) -> Rendered:
+        """The prompt of a message list; of its text, what is known from a prompt `before` is not tokenized again."""
+        text = self.render(messages)
+        if before is not None and before.cut and text.startswith(before.text[: before.cut]):
+            ids = np.concatenate([before.ids[: before.kept], self.encode(text[before.cut :])])
+        else:
+            ids = self.encode(text)
+        return Rendered(text, ids, *self._last_cut(text, ids))
+
+    def known(self, messages: Sequence[Message], ids: np.ndarray) -> Rendered:
+        """The prompt of a message list whose ids were made before."""
+        text = self.render(messages)
+        return Rendered(text, ids, *self._last_cut(text, ids))
+
+    def _last_cut(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+        """Where the last token begins at which a text may be tokenized in two parts: its character, and its place in `ids`."""
+        cut, token = max(((text.rfind(content), token) for content, token in self._cuts.items()), default=(-1, -1))
+        places = np.flatnonzero(ids == token) if cut > 0 else ()
+        return (cut, int(places[-1])) if len(places) else (0, 0)
+
     def text(self, ids: np.ndarray, special: bool = False) -> str:
         """Text of ids; special tokens only if asked for."""
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=not special)
+        decoder = self._backend if self._decodes_plainly else self.tokenizer
+        return decoder.decode(ids.tolist(), skip_special_tokens=not special)
 
     def read(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> Said:
         """The message sampled after a prompt. Tool calls are looked for only where there are tools."""
@@ -138,8 +172,27 @@ def _backend_of(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "_tokenizer", None)
     if backend is None or not hasattr(backend, "encode_batch_fast") or getattr(tokenizer, "split_special_tokens", True):
         return None
-    ways = [getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus", "_batch_encode_plus")]
+    ways = [
+        getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus", "_batch_encode_plus", "decode", "_decode")
+    ]
     if not all(way is None or way.__module__.startswith("transformers.tokenization_utils") for way in ways):
         return None
     tokenizer("")  # clears the padding and truncation its file may ask for, as every call does
     return backend
+
+
+def _cuts_of(backend: Any) -> dict[str, int]:
+    """Special tokens before which a text may be cut, and tokenizes to the same ids in two parts: content → id.
+
+    Tokenizers take special tokens out of a text first and work on what lies between them piece by piece. Left out are those
+    that take white space before them along, and those that are found in normalized text only or can be part of another.
+    """
+    if backend is None or backend.encode_special_tokens:
+        return {}
+    added = {token.content: (number, token) for number, token in backend.get_added_tokens_decoder().items()}
+    cuts: dict[str, int] = {}
+    for content, (number, token) in added.items():
+        apart = not any(content in other for other in added if other != content)
+        if token.special and not (token.normalized or token.lstrip or token.single_word) and apart and len(content) > 1:
+            cuts[content] = number
+    return cuts

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from trainers.metrics import MetricBag
-from trainers.rollouts.chat import Chat
+from trainers.rollouts.chat import Chat, Rendered
 from trainers.rollouts.environments import Environments, shown, with_observation
 from trainers.rollouts.reconcile import reconcile
 from trainers.rollouts.side_calls import SideCalls
 from trainers.rollouts.tools import Toolbox
 from trainers.types import Message, Prompt, Rollout, TurnRecord
+
+_PROMPTS_KEPT = 64
 
 Generate = Callable[[np.ndarray, int], Awaitable[TurnRecord]]
 """(prompt ids, most tokens) → a turn. Raises `RequestFailed`."""
@@ -63,6 +66,7 @@ class Conversations:
         self._side, self._metrics, self._progress = side, metrics, progress
         self._max_iterations = max_tool_calling_iterations
         self._fork_threshold_tokens = fork_threshold_tokens
+        self._begun: OrderedDict[str, Rendered] = OrderedDict()  # the newest prompts that were gone on from, by their id
 
     async def run(self, prompt: Prompt, row: Mapping[str, Any], generate: Generate, limits: Limits) -> Rollout:
         """A whole rollout, in an environment of its own where the run has them.
@@ -86,6 +90,7 @@ class Conversations:
         rollout = Rollout(prompt)
         messages: list[Message] = list(prompt.messages)
         prompt_ids, left = prompt.token_ids, limits.completion_tokens
+        rendered: Rendered | None = None
         for iteration in range(self._max_iterations + 1 if self._max_iterations is not None else 2**31):
             turn = await generate(prompt_ids, left)
             rollout.turns.append(turn)
@@ -101,11 +106,21 @@ class Conversations:
             rollout.tool_calls += records
             rollout.completion += results
             messages += [said.message, *results]
-            prompt_ids = self.chat.prompt_ids(messages)
+            rendered = self.chat.rendered(messages, rendered or self._first(prompt))
+            prompt_ids = rendered.ids
             if len(prompt_ids) > limits.sequence_tokens - 1:
                 break
         rollout.exhausted = True
         return rollout
+
+    def _first(self, prompt: Prompt) -> Rendered:
+        """The prompt as it was rendered; the rollouts of a group share it unless each was shown something else."""
+        found = self._begun.get(prompt.id)
+        if found is None or found.ids is not prompt.token_ids:
+            found = self._begun[prompt.id] = self.chat.known(prompt.messages, prompt.token_ids)
+            if len(self._begun) > _PROMPTS_KEPT:
+                self._begun.popitem(last=False)
+        return found
 
     def finish(self, rollout: Rollout) -> None:
         """Make its turns into training sequences, once."""
