@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from tests.support.fake_engine import FakeSource, fake_config, fake_engine, fake_rows, settle
+from tests.support.rollout_runs import by_rank, only_step, running
+from tests.support.stub_server import StubServer
+from tests.support.tool_chat import call, responses, tool_tokenizer
 from trainers.rollouts.inspection import KEPT_BETWEEN_STEPS, MAX_CELL_CHARS, Inspection, rollout_row
 from trainers.rollouts.reconcile import reconcile
 from trainers.rollouts.snapshot import write_snapshot
@@ -204,6 +207,43 @@ async def test_nothing_is_sent_that_was_not_asked_for() -> None:
     await asyncio.wait_for(engine.step(1, 0), 30)
     assert engine.drain_rows() == []
     await engine.close()
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    if b == 0:
+        raise ValueError("by nothing")
+    return a * b
+
+
+async def test_a_conversation_with_tools_is_kept_and_printed_as_it_was() -> None:
+    def answer(prompt: str) -> str:
+        said = [call("multiply", a=6, b=0), call("multiply", a=6, b=7), "It is 42"]
+        return said[min(len(responses(prompt)), 2)]
+
+    stub = StubServer(max_model_len=4000)
+    stub.script = answer
+    fields = {"num_generations": 2, "max_completion_length": 2000, "token_budget": -1, "log_completions": True}
+    async with running(stub, [by_rank], 1, tokenizer=tool_tokenizer(), tools=[multiply], **fields) as engine:
+        await only_step(engine)
+        kept, _, *printed = engine.drain_rows()
+    failed, done = printed[0]["completion"].splitlines()[:2], printed[0]["completion"].splitlines()[2:]
+    assert failed[0] == '→ multiply {"a": 6, "b": 0}' and failed[1].startswith("← multiply: ") and "by nothing" in failed[1]
+    assert done == ['→ multiply {"a": 6, "b": 7}', "← multiply: 42", "It is 42"]
+    assert len(printed) == 2 and printed[1]["completion"] == printed[0]["completion"] == kept["completion"]
+    assert (kept["turns"], kept["tool_calls"], kept["tool_failures"], kept["forks"], kept["drift_tokens"]) == (3, 2, 1, 0, 0)
+    spans = kept["trace"]["spans"]
+    assert [span["name"] for span in spans] == ["turn 1", "multiply", "turn 2", "multiply", "turn 3"]
+    begins = [span["began_s"] for span in spans]
+    assert begins == sorted(begins) and begins[0] == kept["trace"]["began_s"] > 1e9
+    assert all(span["began_s"] <= span["ended_s"] <= kept["trace"]["ended_s"] for span in spans)
+    assert (spans[1]["error"], spans[3]["error"], spans[3]["inputs"]) == (True, False, {"a": 6, "b": 7})
+    assert [span["attributes"].get("drift") for span in spans if span["type"] == "CHAT_MODEL"] == [None, "clean", "clean"]
 
 
 def group(row: int, rollouts: int) -> RolloutGroup:
