@@ -57,6 +57,10 @@ def test_human_evals_form_as_continuation_and_as_a_whole_program() -> None:
     whole = [f"Sure:\n```python\n{problem['prompt']}{problem['solution']}```\n" for problem in PROBLEMS]
     assert human_eval(PROBLEMS, [problem["solution"] for problem in PROBLEMS]) == [1.0, 1.0]
     assert human_eval(PROBLEMS, whole) == [1.0, 1.0]
+    example = [
+        f"{text}\nFor example:\n```python\nprint({p['entry_point']})\n```" for text, p in zip(whole, PROBLEMS, strict=True)
+    ]
+    assert human_eval(PROBLEMS, example) == [1.0, 1.0]
     assert human_eval(PROBLEMS, [problem["wrong"] for problem in PROBLEMS]) == [0.0, 0.0]
     assert human_eval(PROBLEMS, ["no code", ""]) == [0.0, 0.0]
 

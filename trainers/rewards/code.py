@@ -22,10 +22,13 @@ _BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOT
 _PYTHON = ("python", "py", "python3", "")
 
 
-def last_block(text: str) -> str:
-    """The last fenced block marked as Python (or not marked), else the whole text. An open block ends with the text."""
+def last_block(text: str, function: str = "") -> str:
+    """The last fenced block marked as Python (or not marked), of those that define `function` if any does, else the whole text.
+
+    An open block ends with the text.
+    """
     blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
+    return next((code for code in reversed(blocks) if function and _defines(code, function)), blocks[-1] if blocks else text)
 
 
 @choices(("tests",), ("test", "entry_point"), ("inputs", "outputs"))
@@ -68,9 +71,9 @@ def code_reward(
     rows = _rows(len(completions), columns)
     in_force(unsafe)
     box = Box(timeout_s=timeout_s, memory_mb=memory_mb, unsafe=unsafe)
-    codes = [last_block(text_of(completion)) for completion in completions]
-    firsts = prompts if prompts is not None else [""] * len(codes)
-    passed = _pool(workers or os.cpu_count() or 1).map(lambda job: _judge(box, *job), zip(codes, firsts, rows, strict=True))
+    texts = [text_of(completion) for completion in completions]
+    firsts = prompts if prompts is not None else [""] * len(texts)
+    passed = _pool(workers or os.cpu_count() or 1).map(lambda job: _judge(box, *job), zip(texts, firsts, rows, strict=True))
     return [None if not each else float(all(each)) if all_or_nothing else sum(each) / len(each) for each in passed]
 
 
@@ -92,10 +95,11 @@ def _rows(count: int, columns: dict[str, Sequence[Any] | None]) -> list[dict[str
     )
 
 
-def _judge(box: Box, code: str, prompt: Any, row: dict[str, Any]) -> list[bool]:
+def _judge(box: Box, text: str, prompt: Any, row: dict[str, Any]) -> list[bool]:
     """Test by test; empty if there are none."""
     if any(value is None for value in row.values()):
         return []
+    code = last_block(text, row.get("entry_point", ""))
     if "inputs" in row:
         pairs = zip(_texts(row["inputs"]), _texts(row["outputs"]), strict=True)
         return [_lines(run_script(box, code, given)) == _lines(wanted) for given, wanted in pairs]
@@ -107,9 +111,12 @@ def _judge(box: Box, code: str, prompt: Any, row: dict[str, Any]) -> list[bool]:
     entry_point = row["entry_point"]
     tests = [f"{row['test']}\ncheck({entry_point})"]
     helpers = _beginning(prompt, entry_point)
-    defined = re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
-    program = f"{helpers}\n\n{code}" if defined else helpers + code
+    program = f"{helpers}\n\n{code}" if _defines(code, entry_point) else helpers + code
     return judge_asserts(box, program, tests, helpers, entry_point) if all(map(_is_python, tests)) else []
+
+
+def _defines(code: str, function: str) -> bool:
+    return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(function)}\b", code, re.MULTILINE) is not None
 
 
 def _beginning(prompt: Any, entry_point: str) -> str:

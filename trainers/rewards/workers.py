@@ -36,7 +36,13 @@ class Worker:
     def __init__(self, command: Sequence[str], start_s: float) -> None:
         environment = {name: os.environ[name] for name in _KEPT_ENV if name in os.environ}  # no keys, no tokens
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # a signal to the process group of whoever asks must not spoil an answer
         )
         self._buffer = b""
         try:

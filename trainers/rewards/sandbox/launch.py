@@ -138,7 +138,7 @@ def _start(
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     limits = {"cpu_s": int(box.timeout_s) + 1, "memory_bytes": box.memory_mb << 20, "file_bytes": box.disk_mb << 20}
-    settings = {"folder": str(folder), "limits": limits, "unsafe": box.unsafe, **settings}
+    settings = {"folder": str(folder), "limits": limits, "unsafe": box.unsafe, "parent": os.getpid(), **settings}
     command = [
         sys.executable,
         "-I",

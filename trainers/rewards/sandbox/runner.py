@@ -22,6 +22,8 @@ def start(settings: dict[str, Any]) -> bool:
     """Confine this process and say so. With `unsafe` it goes on under the limits alone where it cannot be confined."""
     try:
         said = "confined: " + confine(settings["folder"], Limits(**settings["limits"]))
+        if os.getppid() != settings["parent"]:  # it was gone before it could be asked for: nobody waits for an answer
+            return False
     except CannotConfine as error:
         said = f"{'unconfined' if settings['unsafe'] else 'refused'}: {error}"
     os.write(1, said.encode() + b"\n")
