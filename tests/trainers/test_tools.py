@@ -287,7 +287,7 @@ def test_a_tokenizer_with_a_parser_of_its_own_is_read_by_it() -> None:
 
 
 def _small_bpe(kind: str) -> Any:
-    """A tokenizer as real ones are made: byte-level (GPT-2, Qwen) or with word marks (Llama 2, Mistral), and a chat template."""
+    """A tokenizer as real ones are made: byte-level (GPT-2, Qwen) or with word marks (Llama 2, Mistral)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

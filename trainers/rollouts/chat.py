@@ -109,8 +109,8 @@ class Chat:
     def _last_cut(self, text: str, ids: np.ndarray) -> tuple[int, int]:
         """Where the last token begins at which a text may be tokenized in two parts: its character, and its place in `ids`."""
         cut, token = max(((text.rfind(content), token) for content, token in self._cuts.items()), default=(-1, -1))
-        places = np.flatnonzero(ids == token) if cut > 0 else ()
-        return (cut, int(places[-1])) if len(places) else (0, 0)
+        places = np.flatnonzero(ids == token)
+        return (cut, int(places[-1])) if cut > 0 and len(places) else (0, 0)
 
     def text(self, ids: np.ndarray, special: bool = False) -> str:
         """Text of ids; special tokens only if asked for."""
