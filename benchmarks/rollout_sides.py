@@ -190,10 +190,10 @@ def _trl(plan: Plan) -> Iterator[Taken]:
     worker.start()
     try:
         while True:
-            worker.check_health(60)
+            worker.check_health(600)
             taken = Taken(0, 0, 0)
             while taken.samples < 2 * CONCURRENCY:  # as one optimizer step would
-                sample = worker.rollout_buffer.get(timeout=60)
+                sample = worker.rollout_buffer.get(timeout=300)
                 taken.samples += 1
                 taken.tokens += len(sample.input_ids)
                 taken.trained += int(sample.completion_mask.sum())
