@@ -8,7 +8,7 @@ import torch
 
 from tests.support.tiny_model import build_model
 from trainers import attention
-from trainers.config import GRPOConfig
+from trainers.config import GRPOConfig, TrainerConfig
 from trainers.distributed import Ranks
 from trainers.model import Policy, build_policy
 
@@ -21,7 +21,7 @@ def grpo_config(**fields: Any) -> GRPOConfig:
 
 
 def tiny_policy(
-    config: GRPOConfig | None = None,
+    config: TrainerConfig | None = None,
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ONE_RANK,
     seed: int = 0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -13,16 +15,21 @@ from torch.distributed.tensor import DTensor
 from tests.support.fake_control_plane import FakeControlPlane
 from tests.support.fake_source import FakeSource, make_samples, spread
 from tests.support.policies import grpo_config, tiny_policy
+from tests.support.tiny_model import build_tokenizer
 from trainers.algorithms.grpo import GRPO
+from trainers.algorithms.sft import SFT
 from trainers.batch import PackedBatch
 from trainers.callbacks import PrintSink
 from trainers.checkpoint import latest_whole
+from trainers.config import SFTConfig
 from trainers.distributed import Ranks, full, init_distributed, shutdown_distributed
 from trainers.errors import LoopwrightError
 from trainers.loop import TrainLoop
 from trainers.losses import loss_inputs, normalise
 from trainers.model import Policy, gathered_parameters
 from trainers.packing import pack_step
+from trainers.rollouts.process import RolloutProcess
+from trainers.types import StepHead
 from trainers.weight_sync.sync import ServerSync
 
 
@@ -90,6 +97,56 @@ def failures(ranks: Ranks, folder: Path) -> None:
     (folder / f"seen-{ranks.rank}.json").write_text(json.dumps(seen))
 
 
+class Mortal(RolloutProcess):
+    """Killed between saying what a step is and giving its rows."""
+
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
+        head = super().next_step(index, train_version)
+        if index == 2:
+            assert self.pid is not None
+            os.kill(self.pid, signal.SIGKILL)
+        return head
+
+
+def recorded(ranks: Ranks, folder: Path, out: str, process: type[RolloutProcess] = RolloutProcess) -> None:
+    """An epoch of recorded rows from a real rollout process, whose rows every rank fetches itself; four samples a step."""
+    data, tokenizer = folder / "rows.jsonl", folder / "tokenizer"
+    if ranks.is_main:
+        lines = [json.dumps({"prompt": f"{i}+{i}=", "completion": str(2 * i) * (1 + i % 3)}) for i in range(21)]
+        data.write_text("\n".join(lines))
+        build_tokenizer().save_pretrained(tokenizer)
+    ranks.barrier()
+    config = SFTConfig(
+        model=str(tokenizer),
+        dataset={"path": str(data)},  # type: ignore[arg-type]
+        output_dir=str(folder / out),
+        optim="sgd",  # Adam would divide rounding in near-zero gradients by itself
+        learning_rate=0.1,
+        token_budget=0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2 // ranks.world_size,
+        max_length=64,
+        save_steps=100,
+        bf16=False,
+    )
+    policy = tiny_policy(config, torch.float32, ranks)
+    source = process(config) if ranks.is_main else None
+    loop = TrainLoop(config, SFT(config), policy, ranks, source, sink=PrintSink())
+    result = loop.run()
+    assert (result.step, result.stopped) == (6, "data"), result
+    whole = weights(policy)
+    if ranks.is_main:
+        torch.save(whole, folder / f"{out}.pt")
+
+
+def dead_process(ranks: Ranks, folder: Path) -> None:
+    """The rollout process dies while every rank fetches its rows."""
+    try:
+        recorded(ranks, folder, "mortal", Mortal)
+    except LoopwrightError as error:
+        (folder / f"dead-{ranks.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
 def scenarios(ranks: Ranks, folder: Path) -> None:
     """Everything that is compared between one rank and two."""
     for name in ("plain", "checkpointing"):
@@ -99,6 +156,7 @@ def scenarios(ranks: Ranks, folder: Path) -> None:
     train(ranks, folder, 6, f"straight-{ranks.world_size}")
     train(ranks, folder, 3, f"halves-{ranks.world_size}")
     train(ranks, folder, 6, f"halves-{ranks.world_size}")
+    recorded(ranks, folder, f"recorded-{ranks.world_size}")
 
 
 def main(folder: Path) -> None:
@@ -109,6 +167,7 @@ def main(folder: Path) -> None:
     scenarios(ranks, folder)
     train(ranks, folder, 6, "from-1")  # a checkpoint that one rank wrote
     failures(ranks, folder)
+    dead_process(ranks, folder)
     shutdown_distributed()
 
 

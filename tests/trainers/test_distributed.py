@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import rank_worker
+from tests.support.policies import tiny_policy
 from trainers.distributed import Ranks
 
 WORKER = Path(__file__).parents[1] / "support" / "rank_worker.py"
@@ -91,3 +92,16 @@ def test_what_fails_on_rank_0_fails_on_every_rank_with_its_words(done):
     assert zero[0].startswith("WeightSyncError: http://fake did not take policy version 0, twice: no room")
     assert one[0].startswith("WeightSyncError: rank 0: http://fake did not take policy version 0, twice: no room")
     assert zero[1] == "RolloutProcessDied: killed by SIGKILL" and one[1] == "RolloutProcessDied: rank 0: killed by SIGKILL"
+
+
+def test_ranks_that_fetch_their_rows_from_a_real_process_train_as_one_does(done):
+    one, two = (torch.load(done / f"recorded-{ranks}.pt") for ranks in (1, 2))
+    close(one, two, 1e-3 if (done / "cuda").exists() else 1e-5)
+    begun = dict(tiny_policy().model.named_parameters())
+    assert any((one[name] - begun[name]).abs().max() > 1e-3 for name in one if name in begun), "nothing was learnt"
+
+
+def test_a_process_that_dies_while_rows_are_fetched_ends_every_rank_and_rank_0_says_how(done):
+    zero, one = ((done / f"dead-{rank}.txt").read_text() for rank in (0, 1))
+    assert zero.startswith("RolloutProcessDied: the rollout process (pid") and "was killed by SIGKILL" in zero
+    assert one == zero.replace("RolloutProcessDied: ", "RolloutProcessDied: rank 0: ")
