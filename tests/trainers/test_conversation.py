@@ -309,6 +309,23 @@ async def test_a_rewritten_history_forks_and_every_sequence_carries_the_advantag
     assert sorted(round(values[0], 3) for values in by_sequence) == [-1.0, -1.0, 1.0, 1.0]
 
 
+async def test_a_message_the_template_refuses_is_shown_as_the_model_wrote_it() -> None:
+    one_call = (
+        "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
+    )
+    template = tool_tokenizer().chat_template.replace(
+        "{% if message.role == 'tool' %}", one_call + "{% if message.role == 'tool' %}"
+    )
+    said = call("add", a=1, b=1) + "\n" + call("add", a=2, b=2)
+    stub = StubServer(max_model_len=4000)
+    stub.script = lambda prompt: "done" if responses(prompt) else said
+    values: dict[str, Any] = {"max_completion_length": 500, "token_budget": -1, "num_generations": 2}
+    async with running(stub, [by_rank], 1, tokenizer=tool_tokenizer(template), tools=[add], **values) as engine:
+        step = await only_step(engine)
+    assert responses(stub.requests[-1]["token_ids"]) == ["2", "4"] and step.totals.sequences == 2
+    assert step.metrics["rollout/drift_tokens_max"][0] == 0
+
+
 async def test_a_sample_longer_than_a_row_is_dropped_and_counted() -> None:
     stub = StubServer(max_model_len=4000)
     stub.script = lambda prompt: "y" * 900 if "p0" in text(prompt) else "42"

@@ -258,6 +258,17 @@ def test_template_arguments_and_tools_reach_the_template() -> None:
     assert chat.render([{"role": "user", "content": "?"}]) == "calm: weather"
 
 
+def test_calls_get_ids_where_the_template_writes_them() -> None:
+    tokenizer = tool_tokenizer()
+    said = Chat(tokenizer, tools=[WEATHER]).encode(call("weather", city="Oslo") + "<|im_end|>")
+    assert "id" not in Chat(tokenizer, tools=[WEATHER]).read(said, said).message["tool_calls"][0]
+    tokenizer.chat_template += "{% if messages[0].tool_calls %}{{ messages[0].tool_calls[0].id | length == 9 }}{% endif %}"
+    chat = Chat(tokenizer, tools=[WEATHER])
+    answer = chat.read(said, said)
+    assert answer.calls[0].id == answer.message["tool_calls"][0]["id"] == "call00000"
+    assert chat.render([answer.message]).endswith("True")
+
+
 def test_a_tokenizer_with_a_parser_of_its_own_is_read_by_it() -> None:
     tokenizer = tool_tokenizer()
     tokenizer.response_template = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class Chat:
                     "does and save it with the model"
                 )
             self._format = format_of(template)
+            self._writes_ids = re.search(r"tool_call_id|\.id\b|\['id'\]|\[\"id\"\]", template) is not None
             self._has_response_template = getattr(tokenizer, "response_template", None) is not None
 
     def render(self, messages: Sequence[Message], generation: bool = True) -> str:
@@ -120,15 +121,15 @@ class Chat:
     def read(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> Said:
         """The message sampled after a prompt. Tool calls are looked for only where there are tools."""
         if not self._tools:
-            return Said({"role": "assistant", "content": self.text(output_ids)})
+            return Said(self.as_text(output_ids))
         if self._has_response_template:
             return self._read_by_template(prompt_ids, output_ids)
         marked = self.text(output_ids, special=True)
         if not self._format.begins(marked):
-            return Said({"role": "assistant", "content": self.text(output_ids)})
+            return Said(self.as_text(output_ids))
         calls, rest = self._format.parse(marked, self._tools)
         if not calls:
-            return Said({"role": "assistant", "content": self.text(output_ids)})
+            return Said(self.as_text(output_ids))
         for token in getattr(self.tokenizer, "all_special_tokens", ()):
             rest = rest.replace(token, "")
         return self._said({"role": "assistant", "content": rest.strip("\n")}, calls, output_ids)
@@ -145,11 +146,17 @@ class Chat:
         message.pop("tool_calls", None)
         return self._said(message, calls, output_ids) if calls else Said(message)
 
+    def as_text(self, output_ids: np.ndarray) -> Message:
+        """The message of a turn with its calls as the model wrote them."""
+        return {"role": "assistant", "content": self.text(output_ids)}
+
     def _said(self, message: Message, calls: list[RequestedCall], output_ids: np.ndarray) -> Said:
         if any(call.problem for call in calls):
             # No template could write a broken call as the model did: it stays in the history as text, token for token, so that
             # what is trained is what was sampled, and the tool's answer says what is wrong with it.
-            return Said({"role": "assistant", "content": self.text(output_ids)}, calls)
+            return Said(self.as_text(output_ids), calls)
+        if self._writes_ids:  # nine letters and digits are what the strictest template asks for
+            calls = [replace(call, id=call.id or f"call{number:05}") for number, call in enumerate(calls)]
         entries = []
         for call in calls:
             entry: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -105,8 +105,13 @@ class Conversations:
             self._progress()
             rollout.tool_calls += records
             rollout.completion += results
-            messages += [said.message, *results]
-            rendered = self.chat.rendered(messages, rendered or self._first(prompt))
+            before = rendered or self._first(prompt)
+            try:
+                rendered = self.chat.rendered([*messages, said.message, *results], before)
+                messages += [said.message, *results]
+            except Exception:  # a template refuses what it cannot write: several calls in a message, for one
+                messages += [self.chat.as_text(turn.output_ids), *results]
+                rendered = self.chat.rendered(messages, before)
             prompt_ids = rendered.ids
             if len(prompt_ids) > limits.sequence_tokens - 1:
                 break
