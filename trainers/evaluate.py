@@ -191,7 +191,7 @@ def evaluate(problems: Sequence[Prompt], tokenizer: Any, generate: Generate, rew
         try:
             await asyncio.gather(*(scorer.score(group) for group in groups))
         finally:
-            scorer.close()
+            await scorer.close()
 
     asyncio.run(score())
     rollouts = [group.rollouts[0] for group in groups]

@@ -196,7 +196,7 @@ async def test_the_scoring_pool_calls_it_and_closes_it(caplog: pytest.LogCapture
         server.faults.append(404)
         with caplog.at_level(logging.WARNING):
             await scorer.score(group)
-        scorer.close()
+        await scorer.close()
         assert model._open is None
     failed = [rollout for rollout in group.rollouts if rollout.failed is not None]
     assert len(failed) == 1 and "refused: 404" in str(failed[0].failed)

@@ -32,7 +32,7 @@ async def scored(group: RolloutGroup, *functions: Any, weights: list[float] | No
     try:
         await scorer.score(group)
     finally:
-        scorer.close()
+        await scorer.close()
     return group.rollouts, metrics
 
 
@@ -113,6 +113,20 @@ async def test_the_cause_names_the_users_lines_not_the_librarys(kind: str) -> No
     ), failed
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), asyncio.CancelledError(), KeyboardInterrupt()])
+async def test_what_python_takes_for_itself_fails_a_rollout_like_any_error(kind: str, error: BaseException) -> None:
+    def reward(completions: list[Any]) -> list[float]:
+        raise error
+
+    async def asynchronous(completions: list[Any]) -> list[float]:
+        raise error
+
+    rollouts, _ = await asyncio.wait_for(scored(group_of("a", "b"), reward if kind == "sync" else asynchronous), 30)
+    assert all(type(error).__name__ in str(rollout.failed) for rollout in rollouts)
+    assert all("test_scoring.py" in str(rollout.failed) for rollout in rollouts)
+
+
 async def test_a_wrong_configuration_ends_the_run_and_is_no_failed_rollout() -> None:
     with pytest.raises(ConfigError, match="accuracy_reward needs a dataset column"):
         await scored(group_of("a", "b"), accuracy_reward)
@@ -147,7 +161,7 @@ async def test_a_full_pool_is_measured_and_the_call_that_hangs_is_named() -> Non
     finally:
         release.set()
         await asyncio.gather(*tasks)
-        scorer.close()
+        await scorer.close()
     assert metrics.pairs()["rollout/score_block_s"][1] == 2.0 and metrics.pairs()["rollout/score_wait_s"][1] == 3.0
     assert scorer.describe() == "scoring: 0 groups wait for the reward functions"
 

@@ -281,6 +281,6 @@ class AsyncRolloutLoop:
         }
 
     async def close(self) -> None:
-        self._scorer.close()
+        await self._scorer.close()
         await self._conversations.close()
         await self._pool.close()

@@ -3,8 +3,8 @@
     group ─▶ slot (at most `workers` groups at once) ─▶ each reward function ─▶ Σ weight × reward over the applicable ones
                                                                               + what the environment or `generate_one` gave
 
-Synchronous functions run in threads, asynchronous ones on an event loop of their own, so that one that blocks cannot stop the
-loop that generates. A function that raises on the group is called once more per rollout, so that only those at fault fail.
+Functions run beside the loop that generates (see `side_calls`), so that one that blocks cannot stop it. A function that
+raises on the group is called once more per rollout, so that only those at fault fail.
 
 Invariants:
 - a rollout leaves with a finite reward, with NaN because nothing applied to it, or with `failed`;
@@ -21,11 +21,10 @@ import itertools
 import logging
 import math
 import sysconfig
-import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,46 +32,16 @@ import numpy as np
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rewards import RewardFunc, reward_name
+from trainers.rollouts.side_calls import SideCalls
 from trainers.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
+_UNLIMITED_S = 1e9  # a judge may take its time; one that never returns is a matter of the watchdog, which names it
 _MESSAGE_CHARS = 500
+_ENGINE = str(Path(__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-
-
-class _LoopThread:
-    """An event loop in a thread, started when first needed."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    async def run(self, coroutine: Any) -> Any:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="async rewards", daemon=True)
-            self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
-        loop.run_forever()
-        loop.close()
-
-    def stop(self, *endings: Callable[[], Awaitable[None]]) -> None:
-        """Run `endings` on the loop, then end it. One that blocks is left behind."""
-        if self._loop is not None and self._thread is not None:
-            for ending in endings:
-                with contextlib.suppress(Exception):
-                    asyncio.run_coroutine_threadsafe(_awaited(ending), self._loop).result(_CLOSE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(1)
-
-
-async def _awaited(ending: Callable[[], Awaitable[None]]) -> None:
-    await ending()
 
 
 class _Function:
@@ -128,8 +97,12 @@ def _unique_names(functions: Sequence[RewardFunc]) -> list[str]:
 
 def _where(error: BaseException) -> str:
     """The last lines of the user's that an error came through, as `file:line in function`; the very last one if none is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if frame.filename != __file__]
+    frames = [
+        frame
+        for each in (error, error.__cause__)
+        for frame in (traceback.extract_tb(each.__traceback__) if each is not None else ())
+        if not frame.filename.startswith(_ENGINE)
+    ]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-2:] or frames[-1:])
 
@@ -153,8 +126,7 @@ class Scorer:
         self.pending = 0  # groups waiting for or in scoring
         self._metrics = metrics
         self._slots = asyncio.Semaphore(workers)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._loop_thread = _LoopThread()
+        self._side = SideCalls(workers, _UNLIMITED_S)
 
     async def score(self, group: RolloutGroup) -> None:
         """Set `rewards`, `reward` or `failed` of every rollout.
@@ -219,11 +191,7 @@ class Scorer:
         arguments = function.arguments(rollouts)
         begun = time.monotonic()
         with function.call(len(rollouts)):
-            if function.is_async:
-                values = await self._loop_thread.run(function.function(**arguments))
-            else:
-                loop = asyncio.get_running_loop()
-                values = await loop.run_in_executor(self._threads, lambda: function.function(**arguments))
+            values = await self._side.call(function.function, **arguments)
         self._metrics.add(f"rewards/{function.name}_call_s", time.monotonic() - begun)
         values = [None if value is None else float(value) for value in values]
         if len(values) != len(rollouts):
@@ -252,8 +220,10 @@ class Scorer:
         seconds, name, count = max(running)
         return f"{text}; `{name}` has not returned for {seconds:.0f} s, called with {count} completions"
 
-    def close(self) -> None:
-        """End the pool, after `aclose()` of each asynchronous function that has one."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        endings = [getattr(function.function, "aclose", None) for function in self.functions if function.is_async]
-        self._loop_thread.stop(*(ending for ending in endings if ending is not None))
+    async def close(self) -> None:
+        """End the pool, after `aclose()` of each function that has one, on the loop on which asynchronous functions run."""
+        for function in self.functions:
+            if (ending := getattr(function.function, "aclose", None)) is not None:
+                with contextlib.suppress(Exception):
+                    await self._side.call_within(_CLOSE_S, ending)
+        self._side.close()
