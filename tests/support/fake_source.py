@@ -16,7 +16,7 @@ from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan
 
 def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest: int = 12, top_k: int = 3) -> list[Sample]:
     """`count` samples of ragged lengths with advantages, sampler and top logprobs near a uniform policy's."""
-    rng = np.random.default_rng([seed, step])
+    rng, tops = np.random.default_rng([seed, step]), np.random.default_rng([seed, step, 1])
     samples = []
     for i in range(count):
         length = int(rng.integers(3, longest + 1))
@@ -26,8 +26,8 @@ def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest:
         tokens = rng.integers(0, vocab, length).astype(np.int32)
         versions = np.where(mask, 0, -1).astype(np.int32)
         sample = Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0, versions)
-        sample.top_ids = np.stack([rng.permutation(vocab)[:top_k] for _ in range(mask.sum())]).astype(np.int32)
-        spread = rng.normal(0, 0.3, sample.top_ids.shape)
+        sample.top_ids = np.stack([tops.permutation(vocab)[:top_k] for _ in range(mask.sum())]).astype(np.int32)
+        spread = tops.normal(0, 0.3, sample.top_ids.shape)
         sample.top_logprobs = -np.sort(np.log(vocab) + spread, 1).astype(np.float32)
         samples.append(sample)
     return samples

@@ -16,11 +16,12 @@ from tests.support.policies import tiny_policy
 from trainers.distributed import Ranks
 
 WORKER = Path(__file__).parents[1] / "support" / "rank_worker.py"
+SYNC_WORKER = WORKER.with_name("sync_worker.py")
 ROOT = Path(__file__).parents[2]
 
 
-def launch(ranks: int, folder: Path, devices: str) -> None:
-    """Run the worker under torchrun; its output is shown if it fails."""
+def launch(ranks: int, folder: Path, devices: str, worker: Path = WORKER) -> None:
+    """Run a worker under torchrun; its output is shown if it fails."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -28,7 +29,7 @@ def launch(ranks: int, folder: Path, devices: str) -> None:
     }
     if devices == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     done = subprocess.run(
         [*command, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
@@ -66,9 +67,9 @@ def test_sharded_gradients_equal_one_ranks(done, kind):
 
 def test_two_ranks_train_as_one_does(done):
     one, two = (torch.load(done / f"straight-{ranks}-6-{ranks}.pt") for ranks in (1, 2))
-    # Adam divides rounding in near-zero gradients by themselves: on GPUs, whose sums are ordered otherwise, weights drift.
+    # Adam divides rounding in near-zero gradients by themselves: weights drift, most on GPUs, whose sums are ordered otherwise.
     cuda = (done / "cuda").exists()
-    close(one, two, 1e-3 if cuda else 1e-5)
+    close(one, two, 1e-3 if cuda else 1e-4)
     losses = [json.loads((done / f"straight-{ranks}-6-{ranks}.json").read_text()) for ranks in (1, 2)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3 if cuda else 1e-5) and len(losses[0]) == 6
 
@@ -105,3 +106,10 @@ def test_a_process_that_dies_while_rows_are_fetched_ends_every_rank_and_rank_0_s
     zero, one = ((done / f"dead-{rank}.txt").read_text() for rank in (0, 1))
     assert zero.startswith("RolloutProcessDied: the rollout process (pid") and "was killed by SIGKILL" in zero
     assert one == zero.replace("RolloutProcessDied: ", "RolloutProcessDied: rank 0: ")
+
+
+def test_two_hundred_syncs_of_two_ranks_some_of_them_refused(tmp_path):
+    """Neither rank hangs, no server is left paused, and whoever holds a version holds its weights."""
+    launch(2, tmp_path, "cpu", worker=SYNC_WORKER)
+    zero, one = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert zero["refused"] == one["refused"] > 0 and zero["behind"] > zero["refused"]
