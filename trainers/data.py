@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class Rows:
 
     def fingerprint(self) -> str:
         """Hash of the content: length, columns and rows (beyond 100,000 rows, that many at even distances)."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps([len(self), self.columns]).encode())
         for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS)).astype(np.int64)).tolist():
             digest.update(json.dumps(self[index], default=str, sort_keys=True, ensure_ascii=False).encode())

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.fake_engine import FakeSource, fake_config, fake_engine, fake_rows, settle
 from tests.support.trainer_life import Trainer, finish_all, run_out
-from trainers.errors import DatasetError, NoProgress
+from trainers.data import Rows
+from trainers.errors import ConfigError, DatasetError, NoProgress
 from trainers.step_source import BUFFER_FILE, STATE_FILE
 
 
@@ -221,3 +222,37 @@ async def test_the_state_names_everything_the_specification_asks_for(tmp_path: P
     assert (state["epoch"], state["next_index"], state["model_version"], state["step"]) == (0, 1, 1, 1)
     assert (tmp_path / "1" / BUFFER_FILE).exists()
     await trainer.engine.close()
+
+
+async def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(fake_config(), fake_rows(4), tmp_path)
+    trainer.save()
+    await trainer.engine.close()
+    assert trainer.saved is not None
+    file = trainer.saved / STATE_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    with pytest.raises(ConfigError, match=r"rollout_state\.json has format 1, and this version reads format 2"):
+        fake_engine(fake_config(), FakeSource(), fake_rows(4), resume=trainer.saved)
+
+
+async def test_waiting_samples_are_bounded_in_bytes() -> None:
+    """A sample has 3 prompt and 5 sampled tokens of 13 bytes: 104. 500 bytes are reached by the third group of two."""
+    source = FakeSource()
+    config = fake_config(queue_max_bytes=500, max_staleness=9, per_device_train_batch_size=4)
+    engine = fake_engine(config, source, Rows([{"prompt": "p"}] * 100, "equal rows"))
+    engine.synced(0)
+    await settle(200)
+    started = len(source.pending)
+    for _ in range(started):
+        source.finish(0, lengths=[5, 5])
+        await settle()
+    assert source.pending == [], "what had started before the bytes were there is taken, and nothing more starts"
+    for index in range(1, 10):
+        assert source.pending == [], f"{2 * started - 4 * (index - 1)} samples wait"
+        step = await engine.step(index, index - 1)
+        assert step is not None and step.totals.sequences == 4 and step.totals.forwarded_tokens == 4 * 8
+        engine.committed(index)
+        engine.synced(index)
+        await settle(200)
+    assert 2 * started - 4 * 9 == 4 and source.pending, "four samples of 104 bytes leave room"
+    await engine.close()

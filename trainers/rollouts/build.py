@@ -39,8 +39,9 @@ def open_data(config: TrainerConfig, payload: Payload, resume_dir: Path | None) 
     """
     rows = as_data(payload.dataset, "train_dataset") if payload.dataset is not None else load_data(config.dataset)
     check_columns(rows, config)
+    fingerprint = rows.fingerprint()
     if resume_dir is not None:
-        read_state(resume_dir, rows.source, rows.fingerprint(), config.allow_dataset_change)
+        read_state(resume_dir, rows.source, fingerprint, config.allow_dataset_change)
     return rows
 
 
