@@ -16,6 +16,7 @@ from trainers.data import PromptBuilder, Rows
 from trainers.metrics import MetricBag
 from trainers.rollouts.engine import StepEngine
 from trainers.rollouts.source import Dropped
+from trainers.streams import Stream
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 
@@ -140,7 +141,7 @@ def fake_rows(count: int) -> Rows:
 def fake_engine(
     config: GRPOConfig,
     source: Any,
-    rows: Rows,
+    rows: Rows | Stream,
     *,
     resume: Path | None = None,
     version: int = 0,
