@@ -188,6 +188,26 @@ async def test_no_progress_names_the_stage_that_waits() -> None:
     await engine.close()
 
 
+async def test_a_fault_while_a_step_is_made_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's own work failing must end the wait for it: nothing else would."""
+    source = FakeSource()
+    engine = fake_engine(fake_config(per_device_train_batch_size=2), source, fake_rows(4))
+
+    def broken(samples: object) -> None:
+        raise ArithmeticError("whitening went wrong")
+
+    monkeypatch.setattr(engine.algorithm, "step", broken)
+    engine.synced(0)
+    waiting = asyncio.create_task(engine.step(1, 0))
+    await settle()
+    source.finish(0)
+    with pytest.raises(ArithmeticError, match="whitening"):
+        await asyncio.wait_for(waiting, 10)
+    with pytest.raises(ArithmeticError, match="whitening"):
+        await engine.step(2, 1)
+    await engine.close()
+
+
 async def test_no_progress_says_when_the_weights_were_never_synced() -> None:
     engine = fake_engine(fake_config(rollout_worker_timeout=0.2), FakeSource(), fake_rows(2))
     request = asyncio.create_task(engine.step(1, 0))

@@ -124,8 +124,9 @@ class StepQueue:
         return sample
 
     def _hand_over(self, request: StepRequest, partial: bool) -> None:
-        self.request = None
+        """Answer the request. It stays open until then: what raises here is told to whoever waits for it."""
         if not request.samples:
+            self.request = None
             request.future.set_result(None)
             return
         count = len(request.samples)
@@ -137,8 +138,10 @@ class StepQueue:
         generates = self._algorithm.generates
         measure_step(self._metrics, request.samples, plan, self._token_budget, request.train_version, generates)
         self._metrics.add("sample/rollout_queue_size", len(self.waiting))
+        step = pack_step(request.index, plan, request.samples, self._metrics.drain())
         self._planned[request.index] = request.samples
-        request.future.set_result(pack_step(request.index, plan, request.samples, self._metrics.drain()))
+        self.request = None
+        request.future.set_result(step)
         self.next_index = request.index + 1
         # The trainer syncs after every `weight_sync_steps` steps.
         self.next_version = request.train_version + (request.index % self._sync_steps == 0)
