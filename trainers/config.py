@@ -7,70 +7,29 @@ where transformers has the field.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from trainers.config_base import SECTIONS, StrictModel
+from trainers.config_peft import ADAPTER_RANKS, AdapterServing, PeftConfig
 from trainers.training_arguments import config_refusal
 
+__all__ = [
+    "SECTIONS",
+    "AsyncTrainerConfig",
+    "CallableSpec",
+    "DatasetConfig",
+    "EvalConfig",
+    "GRPOConfig",
+    "PeftConfig",
+    "SFTConfig",
+    "StrictModel",
+    "TrainerConfig",
+    "TrainerConfigUnion",
+]
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-# A group of fields may also be written nested (`optim: {learning_rate: …}` or `optim.learning_rate=…`).
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "optim": (
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "optim_args",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-    ),
-}
-
-
-class StrictModel(BaseModel):
-    """Refuses unknown fields and names the nearest known one."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        data = cls._flatten_sections(data)
-        for name in data:
-            reason = cls.refusal(str(name))
-            if reason:
-                raise ValueError(reason)
-        return data
-
-    @classmethod
-    def refusal(cls, name: str) -> str | None:
-        """Why a field called `name` may not be written here; None if it may. Subclasses add names of their own."""
-        if name in cls.model_fields:
-            return None
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(sorted(cls.model_fields))
-        return f"unknown field `{name}` in {cls.__name__}: {hint}"
-
-    @classmethod
-    def _flatten_sections(cls, data: dict[str, Any]) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, value in data.items():
-            if isinstance(value, dict) and name in SECTIONS and SECTIONS[name][0] in cls.model_fields:
-                wrong = [key for key in value if key not in SECTIONS[name]]
-                if wrong:
-                    raise ValueError(f"unknown field `{name}.{wrong[0]}`: {name} has {', '.join(SECTIONS[name])}")
-                flat.update(value)
-            else:
-                flat[name] = value
-        return flat
 
 
 class CallableSpec(StrictModel):
@@ -155,6 +114,7 @@ class TrainerConfig(StrictModel):
     model_init_kwargs: dict[str, Any] | None = Field(None, description="Keyword arguments of `from_pretrained`. Default none.")
     dtype: DType = Field("float32", description="Type the weights are loaded in. Default float32.")
     trust_remote_code: bool = Field(False, description="Run Python code shipped with the model or tokenizer. Default false.")
+    peft: PeftConfig | None = Field(None, description="Train a low-rank adapter (LoRA). Default none: the whole model.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Extra arguments of `apply_chat_template`. Default none."
     )
@@ -206,6 +166,16 @@ class TrainerConfig(StrictModel):
         2**31, ge=1, description="Most bytes of samples waiting for the trainer; at it, no new prompt starts. Default 2 GiB."
     )
 
+    @model_validator(mode="after")
+    def _base_is_not_quantised(self) -> TrainerConfig:
+        asked = {"quantization_config", "load_in_4bit", "load_in_8bit"} & set(self.model_init_kwargs or {})
+        if asked:
+            raise ValueError(
+                f"model_init_kwargs.{sorted(asked)[0]}: a quantised model (QLoRA) is not trained here: its log-probabilities "
+                "are not those of the weights that are served. Write dtype=bfloat16 (2 bytes a parameter) and peft"
+            )
+        return self
+
 
 class SFTConfig(TrainerConfig):
     """Supervised fine-tuning: a dataset row is a finished rollout."""
@@ -252,10 +222,10 @@ class AsyncTrainerConfig(TrainerConfig):
     )
     max_staleness: int = Field(4, ge=0, description="Policy versions a sample's oldest token may lag behind. Default 4.")
     weight_sync_steps: int = Field(1, ge=1, description="Optimizer steps between weight syncs. Default 1.")
-    weight_sync: Literal["auto", "nccl", "ipc", "shared_storage", "sparse"] = Field(
+    weight_sync: Literal["auto", "nccl", "ipc", "shared_storage", "sparse", "lora"] = Field(
         "auto",
         description="How weights reach the servers: broadcasts (nccl), memory of a shared GPU (ipc), a file (shared_storage), "
-        "only what changed (sparse). Default auto: by where they run.",
+        "only what changed (sparse), the adapter alone (lora). Default auto: by where they run and whether they take adapters.",
     )
     weight_check_steps: int = Field(
         50, ge=0, description="Compare a probe's logprobs with the server every this many syncs; 0: never."
@@ -277,9 +247,31 @@ class AsyncTrainerConfig(TrainerConfig):
     )
 
     @property
+    def adapter_serving(self) -> AdapterServing | None:
+        """With what servers take this run's adapters: as many as there are versions in use, one that just left and a new one.
+
+        None: what is served is whole weights.
+        """
+        if self.peft is None or self.weight_sync not in ("auto", "lora") or self.peft.merged_only:
+            return None
+        rank = next(rank for rank in ADAPTER_RANKS if rank >= self.peft.largest_rank)
+        return AdapterServing(rank, self.max_staleness + 2)
+
+    @property
     def restricts_sampling(self) -> bool:
         """Tokens are sampled among a part of the vocabulary, over which their log-probabilities are renormalised."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+    @model_validator(mode="after")
+    def _adapters_can_be_served(self) -> AsyncTrainerConfig:
+        if self.weight_sync == "lora" and self.peft is None:
+            raise ValueError("weight_sync=lora sends an adapter: set `peft` (peft: {r: 16}), or weight_sync=auto")
+        if self.weight_sync == "lora" and self.peft is not None and (cause := self.peft.merged_only):
+            raise ValueError(
+                f"weight_sync=lora with peft {cause}: vLLM cannot serve that as an adapter; set weight_sync=auto, which sends "
+                "the merged weights, or leave it out of `peft`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _candidates_are_bounded(self) -> AsyncTrainerConfig:
