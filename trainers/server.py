@@ -5,6 +5,7 @@ Every call opens its own connection: after an error in the control plane the ser
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -46,6 +47,7 @@ class ServerClient:
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._told = "None"
         self.timeout_s = timeout_s
         key = key if key is not None else os.environ.get("VLLM_API_KEY", "")
         self.http = httpx.Client(
@@ -113,16 +115,12 @@ class ServerClient:
 
     def _workers(self) -> tuple[list[dict[str, Any]], bool]:
         """What the workers say of themselves, and whether it was our middleware that asked them."""
-        try:
+        with contextlib.suppress(ServerError):  # it lacks our middleware, or our worker extension
             return list(self._call("GET", SYNC_PATH)["workers"]), True
-        except ServerError as error:
-            if "404" not in str(error):
-                raise
-        try:
+        with contextlib.suppress(ServerError):
             answer = self._call("POST", "/collective_rpc", {"method": "loopwright_state"})
             return [state for state in answer["results"] if isinstance(state, dict)], False
-        except ServerError:
-            return [], False  # a server without any of our parts
+        return [], False
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
@@ -164,15 +162,19 @@ class ServerClient:
 
     def finish_update(self, version: int) -> None:
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        self._told = str(version)
 
     def weight_version(self) -> str:
-        """The version of the last finished update; on a fresh server "default", or "None" where vLLM keeps no version."""
+        """The version of the last finished update; on a fresh server "default", or "None" where vLLM keeps no version.
+
+        A vLLM that keeps none and has no worker extension of ours cannot tell: then what this client told it last.
+        """
         try:
             return str(self._call("GET", "/weight_info")["weight_version"])
         except ServerError as error:
             if "404" not in str(error):
                 raise
-        versions = {str(worker["version"]) for worker in self._workers()[0]}
+        versions = {str(worker["version"]) for worker in self._workers()[0]} or {self._told}
         return versions.pop() if len(versions) == 1 else f"none in common: {sorted(versions)}"
 
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:

@@ -6,10 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
+from tests.support.tiny_model import build_model
 from trainers.errors import ServerError
 from trainers.server import BACKEND, ServerFacts
+
+
+def served_logprobs(weights: dict[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
+    """What a server with these weights answers: a plain transformers model's logprobs."""
+    model = build_model(seed=99)
+    model.load_state_dict(weights, strict=False)
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0].double().numpy()
 
 
 @dataclass
@@ -63,6 +75,12 @@ class FakeControlPlane:
     def finish_update(self, version: int) -> None:
         self._call("finish")
         self.version = str(version)
+
+    def sync(self, update_info: dict, version: int) -> dict:
+        raise AssertionError("it says that it has no such call")
+
+    def world_size(self) -> int:
+        return 1
 
     def weight_version(self) -> str:
         self._call("version")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -111,9 +112,7 @@ class Broadcast:
             connect(member, token, {"transport": "broadcast", "group": group | {"first_rank": first[member]}})
 
         futures = begin(members, one)
-        ours = ThreadPoolExecutor(1, thread_name_prefix="weight group")
-        mine = ours.submit(make_group, self.backend, self.store, token, world_size, host, self.device)
-        ours.shutdown(wait=False)
+        mine = in_daemon(make_group, self.backend, self.store, token, world_size, host, self.device)
         deadline = time.monotonic() + CONNECT_TIMEOUT_S + 5
         while not mine.done() and time.monotonic() < deadline and not failure_of(futures):
             time.sleep(1e-3)
@@ -147,6 +146,20 @@ class Broadcast:
             running.append(self.group.broadcast([buffer], options))
         for work in running:
             wait(work, deadline, futures)
+
+
+def in_daemon(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """In a thread that does not keep the process alive: making a group may wait long for a member that is gone."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight group", daemon=True).start()
+    return future
 
 
 def failure_of(futures: dict[Member, Future[Any]]) -> BaseException | None:

@@ -2,7 +2,7 @@
 
     staged buckets (GPU memory) ─ handle, once ─▶ server ─ update ─▶ one fused copy into the parameters
 
-Handles go as JSON fields, nothing is pickled. A handle gives access to the trainer's memory, so only a server on loopback gets one.
+Handles go as JSON fields, nothing is pickled. A handle gives access to the trainer's memory: loopback servers only.
 Where the buckets do not fit on the GPU beside the model, they stay on the host and pass through a window, several calls a sync.
 """
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from trainers.lora import Served, served_parameters
 from trainers.model import export_state
+from trainers.text_part import outside_text
 
 BUCKET_BYTES = 256 << 20
 ALIGN_BYTES = 256
@@ -86,12 +88,15 @@ def block_of(name: str) -> str:
 
 
 def make_layout(model: PreTrainedModel, dtype: torch.dtype, *, everything: bool, bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Args: dtype: of floating-point tensors on the wire. everything: also blocks no parameter of which is trained."""
-    parameters = dict(model.named_parameters())
+    """Args: dtype: of floating-point tensors on the wire. everything: also blocks no parameter of which is trained, but for
+    those that text does not go through: the server has loaded them itself, and they never change."""
+    parameters = served_parameters(model)
+    foreign = outside_text(model)
     blocks: dict[str, list[str]] = {}
     for name in parameters:
         blocks.setdefault(block_of(name), []).append(name)
-    trained = {key for key, names in blocks.items() if everything or any(parameters[n].requires_grad for n in names)}
+    sent = {key: names for key, names in blocks.items() if not foreign.issuperset(names)}
+    trained = {key for key, names in sent.items() if everything or any(parameters[name].trained for name in names)}
     kept = [tuple(names) for key, names in blocks.items() if key in trained]
     entries: list[Entry] = []
     sizes: list[int] = []
@@ -112,8 +117,8 @@ def make_layout(model: PreTrainedModel, dtype: torch.dtype, *, everything: bool,
     return Layout(tuple(kept), tuple(entries), tuple(sizes), len(kept) < len(blocks), renamed)
 
 
-def wire_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if parameter.is_floating_point() else parameter.dtype
+def wire_dtype(parameter: Served, dtype: torch.dtype) -> torch.dtype:
+    return dtype if parameter.dtype.is_floating_point else parameter.dtype
 
 
 def gathered_blocks(
@@ -121,12 +126,9 @@ def gathered_blocks(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Block by block, whole tensors under the server's names on the parameters' device: a collective when sharded.
 
-    Sharded parameters are converted before they are gathered, which halves what travels between ranks.
     `keep`: False on ranks that only take part in the gather; they get empty blocks.
     """
-    from trainers.distributed import full
-
-    parameters = dict(model.named_parameters())
+    parameters = served_parameters(model)
     for names in layout.blocks:
-        whole = {name: full(parameters[name].detach().to(wire_dtype(parameters[name], dtype))) for name in names}
+        whole = {name: parameters[name].whole(wire_dtype(parameters[name], dtype)) for name in names}
         yield (export_state(model, whole) if layout.renamed else whole) if keep else {}

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trainers.errors import ServerCapabilityError, ServerError
-from trainers.server import ServerClient, ServerFacts
+from trainers.inference import InferenceEngine
+from trainers.server import ServerFacts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Member:
     """What the trainer knows of a server. All but `client` is forgotten when a call to it fails: it may be another process."""
 
-    client: ServerClient
+    client: InferenceEngine
     facts: ServerFacts | None = None  # None: not in the group
     layouts: set[str] = field(default_factory=set)  # ids of those it was told of
     channel: str | None = None  # the folder, memory or process group it was told of last
@@ -48,14 +49,14 @@ class Member:
 class Members:
     """`clients`: every server of the run, in the group or not."""
 
-    def __init__(self, clients: Iterable[ServerClient]) -> None:
+    def __init__(self, clients: Iterable[InferenceEngine]) -> None:
         self.all = [Member(client) for client in clients]
 
     @property
     def inside(self) -> list[Member]:
         return [member for member in self.all if member.facts is not None]
 
-    def gather(self, look: Callable[[ServerClient], ServerFacts]) -> list[Member]:
+    def gather(self, look: Callable[[InferenceEngine], ServerFacts]) -> list[Member]:
         """Take in whoever answers; returns who came. `look` raises `ServerError` for a server that is not there (yet).
 
         At the first call every server must be there; later only one of them.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ServerError, WeightSyncError
-from trainers.server import ServerClient
+from trainers.inference import InferenceEngine
 
 PROBE_TEXT = "Question: what is 17 + 25? Answer: 17 + 25 = 42. The quick brown fox jumps over the lazy dog."
 PROBE_TOKENS = 48
@@ -25,7 +25,7 @@ def probe_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
 
 
 def verify(
-    client: ServerClient, version: int, tokens: np.ndarray, expected: np.ndarray | None, tolerance: float
+    client: InferenceEngine, version: int, tokens: np.ndarray, expected: np.ndarray | None, tolerance: float
 ) -> float | None:
     """That it serves `version`, and `expected`: the trainer's logprobs of `tokens` from the second on; None: not compared.
 

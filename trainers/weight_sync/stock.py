@@ -159,16 +159,16 @@ class Stock:
             init = info(rank=0, packed=True, **rendezvous)
             self.sender = factory.trainer_init(init, client=self.servers, source=self.source)
         elif self.backend == "nccl":
-            self.sender = self._older_group(module, members, rank)
+            self.sender = self._older_group(members, rank)
         else:
             self.servers.init_weight_transfer_engine({})
 
-    def _older_group(self, module: Any, members: Sequence[Member], world_size: int) -> Any:
+    def _older_group(self, members: Sequence[Member], world_size: int) -> Any:
         assert self.servers is not None, "connected to nobody"
         rendezvous = _rendezvous(members, world_size)
         with ThreadPoolExecutor(1) as thread:
             theirs = thread.submit(self.servers.init_weight_transfer_engine, {**rendezvous, "rank_offset": 1})
-            group = module.NCCLWeightTransferEngine.trainer_init(rendezvous)
+            group = vllm_module("nccl_common").trainer_init(rendezvous)
             theirs.result()
         return group
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from trainers.config import AsyncTrainerConfig
 from trainers.distributed import Ranks
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
+from trainers.inference import InferenceEngine
 from trainers.model import Policy, compute_dtype, probe_logprobs
 from trainers.server import ServerClient, ServerFacts
 from trainers.weight_sync.choose import choose
@@ -60,7 +61,7 @@ class ServerSync:
         config: AsyncTrainerConfig,
         ranks: Ranks,
         tokenizer: Any = None,
-        clients: Sequence[ServerClient] = (),
+        clients: Sequence[InferenceEngine] = (),
         way: Way | None = None,
     ) -> None:
         self.config, self.ranks, self.tokenizer = config, ranks, tokenizer
@@ -72,7 +73,7 @@ class ServerSync:
         self.pushes = 0
 
     @property
-    def clients(self) -> list[ServerClient]:
+    def clients(self) -> list[InferenceEngine]:
         return [member.client for member in self.members.all]
 
     def push(self, policy: Policy, version: int) -> dict[str, float]:
@@ -151,7 +152,7 @@ class ServerSync:
             newcomers=len(inside) if any(member.channel is None for member in inside) else 0,
         )
 
-    def _look(self, client: ServerClient) -> ServerFacts:
+    def _look(self, client: InferenceEngine) -> ServerFacts:
         client.wait_healthy(None if self.pushes == 0 else HEALTH_TIMEOUT_S)
         facts = client.facts()
         # A trainer that died in mid-sync may have left it paused.
@@ -195,6 +196,7 @@ class ServerSync:
         differences = [result for result in checked.values() if isinstance(result, float)]
         return {
             "perf/weight_sync_pause_s": max(seconds.pause for seconds in done.values()),
+            "perf/weight_sync_load_s": max(seconds.load for seconds in done.values()),
             "perf/weight_sync_transfer_s": sent - began - max(seconds.pause for seconds in done.values()),
             "perf/weight_sync_bytes": float(way.bytes_sent),
         } | ({"perf/weight_probe_abs_diff": max(differences)} if differences else {})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import ServerError
-from trainers.server import ServerClient
+from trainers.inference import InferenceEngine
 
 logger = logging.getLogger(__name__)
 Round = Callable[[], dict[str, Any]]  # puts in place what one update call brings, and gives its `update_info`
@@ -29,7 +29,7 @@ class Seconds:
     load: float
 
 
-def update(client: ServerClient, rounds: Sequence[Round], version: int, *, one_call: bool) -> Seconds:
+def update(client: InferenceEngine, rounds: Sequence[Round], version: int, *, one_call: bool) -> Seconds:
     """Raises `ServerError`; the server was resumed on whatever weights it holds."""
     if one_call and len(rounds) == 1:
         try:
@@ -53,7 +53,7 @@ def update(client: ServerClient, rounds: Sequence[Round], version: int, *, one_c
     return Seconds(paused - began, loaded - paused)
 
 
-def resume(client: ServerClient) -> None:
+def resume(client: InferenceEngine) -> None:
     """Tries a few times: a server left paused would serve nobody."""
     for left in (2, 1, 0):
         try:

@@ -3,7 +3,7 @@
     groups of named tensors ─▶ no plan yet: layer-wise reload (recorded) ─▶ parameters
                            └─▶ plan: one fused copy per group ────────────┘
 
-What vLLM repacks for its kernels (oneDNN on CPU, quantisation) is repacked by the layer-wise reload; then there never is a plan.
+What vLLM repacks for its kernels (oneDNN on CPU, quantisation) the layer-wise reload repacks; then there never is a plan.
 Names are the Hugging Face ones; `load_weights` splits and fuses them (qkv, gate/up) and takes this rank's shard.
 """
 
