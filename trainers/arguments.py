@@ -58,6 +58,8 @@ class ArgumentsBase(TrainingArguments):
             self.bf16 = torch.cuda.is_available()
         if isinstance(self.eval, BaseModel):
             self.eval = self.eval.model_dump(exclude_unset=True)
+        if isinstance(self.peft, BaseModel):
+            self.peft = self.peft.model_dump(exclude_unset=True)
         for name, value in self._from_eval().items():
             setattr(self, name, value)
         placeholders = [CallableSpec(path="rewards:any")] * len(getattr(self, "reward_weights", None) or [])

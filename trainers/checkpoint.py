@@ -1,8 +1,10 @@
 """Checkpoints: whole or absent, resumable on another number of ranks.
 
     <output_dir>/checkpoint-<step>/
-        config.json, model.safetensors, tokenizer …   what transformers and vLLM load
-        resume/                                        master weights and optimizer, torch.distributed.checkpoint
+        config.json, model.safetensors, tokenizer …   what transformers and vLLM load; with `peft` instead
+        adapter_config.json, adapter_model.safetensors the adapter alone, what peft loads (`trainers.merge` makes a model of it)
+        resume/                                        master weights and optimizer, torch.distributed.checkpoint; of an
+                                                       adapter's run the adapter's, as the base never changes
         rng/rank-<r>.pt, scheduler.pt                  generators of each rank, schedule
         trainer_state.json, loop_state.json            transformers' TrainerState; version, totals, clocks
         rollout_state.json, rollout_buffer.npz         the rollout ledger, written by the step source
@@ -30,11 +32,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import TrainerState
 
+from trainers import lora
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks
 from trainers.errors import CheckpointError
@@ -161,7 +169,11 @@ class Checkpointer:
         self.last_bytes = 0
 
     def _resume_state(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self.policy), "optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        options = StateDictOptions(ignore_frozen_params=lora.is_attached(self.policy.model))
+        return {
+            "model": get_model_state_dict(self.policy, options=options),
+            "optimizer": get_optimizer_state_dict(self.policy, self.optimizer),
+        }
 
     def _dcp(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         group = {"no_dist": True} if self.ranks.control is None else {"process_group": self.ranks.control}
@@ -176,7 +188,9 @@ class Checkpointer:
 
     def _check_space(self) -> None:
         """Parameters and two optimizer moments at most 4 bytes each, the exported model, and a tenth to spare."""
-        needed = max(self.last_bytes, 16 * sum(p.numel() for p in self.policy.parameters())) * 11 // 10
+        adapter = lora.is_attached(self.policy.model)
+        saved = sum(p.numel() for p in self.policy.parameters() if p.requires_grad or not adapter)
+        needed = max(self.last_bytes, 16 * saved) * 11 // 10
         free = shutil.disk_usage(self.output_dir).free
         if free < needed:
             raise CheckpointError(f"{self.output_dir} has {free:,} bytes free, a checkpoint needs about {needed:,}")
@@ -222,9 +236,17 @@ class Checkpointer:
         self._dcp(dcp_save, self._resume_state(), checkpoint_id=temporary / "resume")
         torch.save(_rng_state(), temporary / "rng" / f"rank-{self.ranks.rank}.pt")
 
-    def export(self, directory: Path) -> None:
-        """Write config and weights as `from_pretrained` reads them; called by every rank."""
+    def export(self, directory: Path, *, merged: bool = False) -> None:
+        """Write config and weights as `from_pretrained` reads them, or the adapter as peft reads it; called by every rank.
+
+        Args:
+            merged: a whole model, the adapter merged in.
+        """
         model = self.policy.model
+        if lora.is_attached(model) and not merged:
+            state = lora.adapter_state(model, keep=self.ranks.is_main)
+            self.ranks.rank_zero(lambda: lora.save_adapter(model, state, directory))
+            return
         dtype = compute_dtype(self.config, self.ranks.device) or model.dtype
         whole = dict(gathered_parameters(model, dtype, keep=self.ranks.is_main))
         if self.ranks.is_main:

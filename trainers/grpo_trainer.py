@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from trainers import attention, session
+from trainers import attention, lora, session
 from trainers.arguments import ArgumentsBase, AsyncGRPOConfig
 from trainers.checkpoint import checkpoints, fault, latest_whole
 from trainers.config import GRPOConfig
@@ -46,7 +46,7 @@ class AsyncGRPOTrainer:
     """Asynchronous GRPO from a script.
 
     Args:
-        model: folder or hub id, or a causal language model that is loaded already.
+        model: folder or hub id, or a causal language model that is loaded already, or a `PeftModel` with a LoRA adapter.
         reward_funcs: one or several functions, sync or async. Each is called per group with the dataset's columns, `prompts`,
             `completions` and `completion_ids` as keyword arguments, all lists, and returns a list of numbers or None.
         args: `AsyncGRPOConfig` or a dataclass derived from it. Default: its defaults, in the folder `<model>-AsyncGRPO`.
@@ -57,6 +57,7 @@ class AsyncGRPOTrainer:
         optimizers: (optimizer, scheduler) to use in place of those of `args`; the optimizer over `trainer.model.parameters()`.
         tools: functions the model may call by their `__name__`, sync or async; the docstring and types of each are what the
             model is shown, by the chat template.
+        peft_config: `peft.LoraConfig`: train a low-rank adapter in place of the model's own weights. Default: `args.peft`.
         environment_factory: makes the environment of one rollout. Its public methods are tools, `reset(**row)` returns what is
             appended to the prompt (or None), and `get_reward()`, if there is one, is a reward: reward_funcs may then be empty.
             The dataset then needs no column `prompt`.
@@ -80,9 +81,13 @@ class AsyncGRPOTrainer:
         optimizers: tuple[Any, Any] = (None, None),
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | None = None,
+        peft_config: Any = None,
     ) -> None:
-        self._model: PreTrainedModel | None = None if isinstance(model, str) else model
+        self._model: PreTrainedModel | None = None
+        if not isinstance(model, str):
+            self._model, peft_config = lora.unwrapped(model, peft_config)
         self.model_name: str = model if isinstance(model, str) else model.config._name_or_path
+        self.peft_config = peft_config
         self.args: Any = args if args is not None else AsyncGRPOConfig(output_dir=f"{Path(self.model_name).name}-AsyncGRPO")
         self.reward_funcs: list[Any] = (
             [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or [])
@@ -143,6 +148,7 @@ class AsyncGRPOTrainer:
             tools=[_import_path(tool) for tool in self.tools],
             environment_factory=None if factory is None else _import_path(factory),
             loop_cls=None if loop_cls is AsyncRolloutLoop else _import_path(loop_cls),
+            **({} if self.peft_config is None else {"peft": lora.config_of(self.peft_config)}),
         )
 
     @property
@@ -221,17 +227,18 @@ class AsyncGRPOTrainer:
             sys.exit(128 + signal.SIGTERM)  # the checkpoint is written; the script's later lines are for a finished run
         return self._output(time.perf_counter() - began)
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write model and tokenizer as `from_pretrained` reads them. Call it on every rank.
+    def save_model(self, output_dir: str | Path | None = None, *, merged: bool = False) -> None:
+        """Write model and tokenizer as `from_pretrained` reads them; an adapter alone, as peft reads it. Call it on every rank.
 
         Args:
             output_dir: default: that of `args`.
+            merged: with an adapter, write the whole model with the adapter merged in.
         """
         if in_rollout_process():
             return
         folder = Path(output_dir or self.args.output_dir)
         if self._loop is not None:
-            self._loop.checkpointer.export(folder)
+            self._loop.checkpointer.export(folder, merged=merged)
         elif self.is_world_process_zero():
             self.model.save_pretrained(folder)
         if self.is_world_process_zero():

@@ -1,6 +1,6 @@
 """The policy: a transformers causal language model run on packed rows, head computed at trained positions only.
 
-PackedBatch ─▶ base model (packed attention) ─▶ hidden [T, H] ─▶ select token_index ─▶ head ─▶ per-term outputs [N]
+PackedBatch ─▶ text tower (packed attention) ─▶ hidden [T, H] ─▶ select token_index ─▶ head ─▶ per-term outputs [N]
 """
 
 from __future__ import annotations
@@ -8,21 +8,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from trainers import attention
+from trainers import attention, lora
 from trainers.batch import PackedBatch
 from trainers.config import TrainerConfig
-from trainers.distributed import Ranks, full, shard
+from trainers.distributed import Ranks, shard
 from trainers.errors import ConfigError
 from trainers.head import HeadOutputs, token_logprobs
 from trainers.packing import pack_row
 from trainers.references import resolve
+from trainers.text_part import freeze_other_parts, has_other_parts, text_tower
 from trainers.types import PackedRow, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,12 +37,11 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.softcap = getattr(model.config, "final_logit_softcapping", None)
+        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, batch: PackedBatch, temperature: float | None = None) -> HeadOutputs:
         """The head's outputs for the batch's loss terms, its `top_ids` and candidate sets; N may be 0."""
-        base = self.model.base_model
-        hidden = base(
+        hidden = text_tower(self.model)(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             packed_layout=batch.layout,
@@ -62,6 +63,8 @@ class Policy(nn.Module):
 def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedModel:
     """The model in `config.dtype`, from `source` (a checkpoint) or `config.model`, set to run packed rows.
 
+    With `config.peft` always from `config.model`: a checkpoint holds the adapter alone.
+
     Raises:
         ConfigError: the model cannot be loaded, or has layers packed rows cannot run.
     """
@@ -69,15 +72,33 @@ def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedMo
     kwargs.setdefault("dtype", config.dtype)
     if config.trust_remote_code:
         kwargs["trust_remote_code"] = True
+    name = config.model if source is None or config.peft is not None else source
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model {name!r} is an adapter: set model to what it was trained on, or merge the two first with "
+            f"`python -m trainers.merge {name} FOLDER`"
+        )
     try:
-        model = AutoModelForCausalLM.from_pretrained(source or config.model, attn_implementation=attention.NAME, **kwargs)
+        return from_pretrained(name, attn_implementation=attention.NAME, **kwargs)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {source or config.model!r} cannot be loaded: {error}") from error
-    return model
+        raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+def from_pretrained(name: str, **kwargs: Any) -> Any:
+    """A causal language model, or one that sees images too. Raises `OSError` or `ValueError`."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        try:
+            return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
+        except ValueError:
+            raise error from None
 
 
 def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, longest: int | None = None) -> Policy:
-    """Check the model, switch gradient checkpointing on, move it to the device and shard it.
+    """Check the model, put the adapter in, switch gradient checkpointing on, move it to the device and shard it.
 
     Args:
         model: float32 or float64 parameters are kept as master weights; bfloat16 compute comes from the precision policy.
@@ -87,6 +108,10 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
         ConfigError: the model does something that packed rows or our head would compute otherwise.
     """
     attention.check_supported(model, longest)
+    freeze_other_parts(model)
+    if config.peft is not None and not lora.is_attached(model):
+        text = text_tower(model) if has_other_parts(model) else None
+        lora.attach(model, config.peft, config.model, config.seed, text)
     policy = Policy(model, getattr(config, "temperature", 1.0)).to(ranks.device)
     _check_head(policy, ranks.device)
     model.train()
@@ -147,13 +172,14 @@ def probe_logprobs(policy: Policy, tokens: np.ndarray, device: torch.device) -> 
 
 def gathered_parameters(model: PreTrainedModel, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole CPU tensor) of every parameter, tied ones once, in the same order on every rank: a collective when sharded.
+    Names are the plain model's: an adapter is merged into the tensors it adapts.
 
     Args:
         dtype: type of floating-point tensors handed out; None: their own.
         keep: False on the ranks that only take part in the gather; they get empty tensors.
     """
-    for name, parameter in model.named_parameters():
-        whole = full(parameter.detach())
+    for name, served in lora.served_parameters(model).items():
+        whole = served.whole(served.dtype)
         if not keep:
             yield name, torch.empty(0)
             continue

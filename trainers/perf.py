@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainers.text_part import outside_text
 from trainers.types import StepTotals
 
 # Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets. First match in the device's name wins.
@@ -48,20 +49,22 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 class FlopCounter:
-    """Forward + backward FLOPs of packed rows: 6 per weight and token, head at trained positions, causal attention once."""
+    """Forward + backward FLOPs of packed rows: 6 per weight and token (4 where it is frozen), head at trained positions, causal
+    attention once."""
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
-        embedding = config.vocab_size * config.hidden_size
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        total = sum(p.numel() for p in model.parameters())
-        self.body = total - embedding * (1 if tied else 2)
-        self.head = embedding
+        head = model.get_output_embeddings().weight
+        apart = {id(head), id(model.get_input_embeddings().weight)}
+        unused = outside_text(model)
+        named = [(name, p) for name, p in model.named_parameters() if id(p) not in apart and name not in unused]
+        self.body = sum(p.numel() * (6 if p.requires_grad else 4) for _, p in named)
+        self.head = (6 if head.requires_grad else 4) * config.vocab_size * config.hidden_size
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.attention = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
     def step(self, totals: StepTotals) -> float:
-        forwarded, trained = 6.0 * self.body * totals.forwarded_tokens, 6.0 * self.head * totals.tokens
+        forwarded, trained = float(self.body) * totals.forwarded_tokens, float(self.head) * totals.tokens
         return forwarded + trained + float(self.attention) * totals.squared_tokens
 
 

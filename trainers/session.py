@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from trainers import attention
+from trainers import attention, lora
 from trainers.algorithms import build_algorithm
 from trainers.callbacks import MetricSink
 from trainers.config import TrainerConfig
 from trainers.data import load_tokenizer
 from trainers.distributed import Ranks, init_distributed
+from trainers.errors import ConfigError
 from trainers.held_out import HeldOut
 from trainers.loop import TrainLoop
 from trainers.model import Policy, build_policy, compute_dtype, load_model
@@ -53,6 +54,7 @@ def build_loop(
     sink: MetricSink | None = None,
     stored_config: dict[str, Any] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    managed_servers: bool = False,
 ) -> TrainLoop:
     """The loop of a run, not yet started. Called by every rank; nothing is sent to a server before `TrainLoop.run`.
 
@@ -61,7 +63,8 @@ def build_loop(
         policy: `model` as an earlier loop of this process left it, sharded where there are ranks.
         payload: Python objects for the rollout process.
         args: what callbacks, optimizer and schedule read; default: made from the config.
-        optimizers: (optimizer, schedule); an optimizer over the parameters of `model` as they were given.
+        optimizers: (optimizer, schedule); an optimizer over the parameters of `model` as they were given, an adapter's with it.
+        managed_servers: a flow keeps servers.json in the run's folder (see `trainers.roster`).
         stored_config: what checkpoints record of the config (references to secrets unresolved); default: `config`.
 
     Raises:
@@ -72,12 +75,18 @@ def build_loop(
     attention.install(ranks.device, compute_dtype(config, ranks.device) or torch.float32, log=ranks.is_main)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config)
     model = model if model is not None else load_model(config)
+    if optimizers[0] is not None and config.peft is not None and not lora.is_attached(model):
+        raise ConfigError(
+            "an optimizer that was made before the adapter holds none of its parameters: give a peft model (get_peft_model) as "
+            "`model` and an optimizer over its trainable parameters, or leave `optimizers` out"
+        )
     model.set_attn_implementation(attention.NAME)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     policy = policy or build_policy(model, config, ranks, getattr(config, "max_length", None))
     if optimizers[0] is not None:
         _rebind(optimizers[0], names, dict(model.named_parameters()))
     algorithm = build_algorithm(config)
+    sync = ServerSync(config, ranks, tokenizer, managed=managed_servers) if algorithm.generates else None  # type: ignore[arg-type]
     return TrainLoop(
         config,
         algorithm,
@@ -88,7 +97,7 @@ def build_loop(
         args=args,
         callbacks=list(callbacks),
         optimizers=optimizers,
-        weight_sync=ServerSync(config, ranks, tokenizer) if algorithm.generates else None,  # type: ignore[arg-type]
+        weight_sync=sync,
         sink=sink,
         evaluate=HeldOut(config, ranks, tokenizer, payload) if config.eval is not None else None,
         stored_config=stored_config,

@@ -80,7 +80,7 @@ def check_supported(model: nn.Module, longest: int | None = None) -> None:
     Raises:
         ConfigError: names the layer and what it has.
     """
-    config: Any = model.config
+    config: Any = model.config.get_text_config()  # type: ignore[operator]
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if strange := kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError(
