@@ -58,7 +58,7 @@ class DatasetConfig(StrictModel):
     system_prompt: str | None = Field(None, description="System message put before every prompt. Default none.")
     streaming: bool = Field(
         False,
-        description="Read the data as a stream (`datasets.IterableDataset`): never whole in memory, in its own order: `shuffle` "
+        description="Read the data as a stream (`datasets.IterableDataset`): never whole in memory, in its order: `shuffle` "
         "does not apply. `num_train_epochs` must be whole then. Default false.",
     )
     max_rows: int | None = Field(None, ge=1, description="Use only the first this many rows. Default all.")
@@ -190,7 +190,7 @@ class SFTConfig(TrainerConfig):
 class AsyncTrainerConfig(TrainerConfig):
     """What every algorithm that generates has."""
 
-    max_completion_length: int = Field(2048, ge=1, description="Most tokens sampled per completion, in all its turns. Default 2048.")
+    max_completion_length: int = Field(2048, ge=1, description="Most tokens sampled per completion, all turns together. Default 2048.")
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1."
     )

@@ -3,8 +3,8 @@
     eval.dataset ─▶ prompts ─▶ greedy completions (a server's, or transformers' `generate`) ─▶ reward ─▶ mean
 
 CONFIG.json is `{"config": <trainer config with eval>, "model": <folder, default config.model>, "url": <server, a list of them,
-or none, the default>}`. OUT.json appears whole, by rename: accuracy, problems, scored, failed, mean_length, clipped_ratio, seconds, examples. Exit code
-0, or 1 with the cause on standard error.
+or none, the default>}`. OUT.json appears whole, by rename: accuracy, problems, scored, failed, mean_length, clipped_ratio,
+seconds, examples. Exit code 0, or 1 with the cause on standard error.
 """
 
 from __future__ import annotations
