@@ -133,7 +133,7 @@ CATALOG: dict[str, MetricSpec] = {
             ("server/<name>/kv_cache_usage", "1", "last", "used share of a server's KV cache"),
             ("server/<name>/running", "requests", "last", "requests a server is generating"),
             ("server/<name>/waiting", "requests", "last", "requests waiting in a server"),
-            ("server/<name>/preemptions_total", "requests", "last", "requests a server took back for lack of cache"),
+            ("server/<name>/preemptions_total", "requests", "total", "requests a server took back for lack of cache"),
             ("server/<name>/generated_tok_s", "tokens/s", "last", "tokens a server generated per second"),
             ("server/<name>/concurrency_cap", "rollouts", "last", "most rollouts allowed in flight on a server"),
             ("sample/staleness_mean", "versions", "mean", "versions between a sample's oldest token and its training step"),

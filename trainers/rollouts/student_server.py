@@ -1,7 +1,7 @@
 """One server of a pool: its connections, its cap, and what is known of its state.
 
-A server is usable unless it is down (connections fail), rests (it answered several requests in a row with errors), or holds
-old weights.
+A server is usable unless it is down (connections fail), rests (it answered several requests in a row with errors), holds old
+weights, or was removed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,25 @@ class StudentServer:
     rollouts: int = 0
     down_since: float | None = None
     old_weights: str | None = None  # what showed that its weights are not those it confirmed
+    old_since: float = 0.0
+    removed: bool = False
     rests_until: float = 0.0
-    back: asyncio.Event = field(default_factory=asyncio.Event)  # set when it answers after having been down
     _failures: int = 0  # in a row
     _unanswered: int = 0  # looks in a row
     _load: ServerLoad | None = None
     _loaded_at: float = 0.0
     _tok_s: float = 0.0
+    _preemptions_told: float | None = None
     _attempts: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
     def usable(self) -> bool:
-        return self.old_weights is None and self.down_since is None and time.monotonic() >= self.rests_until
+        return not self.removed and self.lost_since is None and time.monotonic() >= self.rests_until
+
+    @property
+    def lost_since(self) -> float | None:
+        """Since when it could not be used however long one waited; None: it can, perhaps after a rest."""
+        return self.down_since if self.old_weights is None else self.old_since
 
     @property
     def fullness(self) -> float:
@@ -93,14 +100,12 @@ class StudentServer:
     def answered(self) -> None:
         """It does what it should."""
         self.down_since, self.rests_until = None, 0.0
-        self.back.set()
         self._failures = self._unanswered = 0
 
     def failed(self, cause: str) -> None:
         """A request failed in a way that another server might not."""
         if cause == "connection":
             self.down_since = self.down_since or time.monotonic()
-            self.back.clear()
             return
         self._failures += 1
         if self._failures >= FAILURES_TO_REST:
@@ -122,7 +127,7 @@ class StudentServer:
         self._load, self._loaded_at, self._unanswered = load, now, 0
 
     def gauges(self) -> dict[str, float]:
-        """Catalog metrics; only the cap where it has no `/metrics`."""
+        """Catalog metrics; only the cap where it has no `/metrics`. Preemptions are those since the last call."""
         prefix = f"server/{self.name}/"
         values = {prefix + "concurrency_cap": self.cap.value}
         if self._load is not None:
@@ -130,7 +135,12 @@ class StudentServer:
                 prefix + "kv_cache_usage": self._load.kv_cache_usage,
                 prefix + "running": self._load.running,
                 prefix + "waiting": self._load.waiting,
-                prefix + "preemptions_total": self._load.preemptions,
+                prefix + "preemptions_total": self._new_preemptions(self._load.preemptions),
                 prefix + "generated_tok_s": self._tok_s,
             }
         return values
+
+    def _new_preemptions(self, count: float) -> float:
+        """The server counts since its own start, which may be before or within this run."""
+        before, self._preemptions_told = self._preemptions_told, count
+        return 0.0 if before is None else count - before if count >= before else count
