@@ -24,8 +24,8 @@ import click
 
 from flows.artifacts import duration
 from flows.config import GRPORunConfig, RunConfig, SFTRunConfig
+from infra.gpus import visible_gpus
 from infra.home import home
-from infra.leases import visible_gpus
 from infra.registry import Registry
 from trainers.errors import LoopwrightError
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from infra.errors import ServerLacks, ServerUnreachable
+from infra.vllm_command import BACKEND
 
-BACKEND = "loopwright"
 CONNECT_TIMEOUT_S = 10.0
 # The first /server_info collects facts about the machine, which takes seconds on a busy one.
 ANSWER_TIMEOUT_S = 120.0

@@ -11,7 +11,8 @@ import pytest
 
 from infra import leases as leases_module
 from infra.errors import NotEnoughGPUs, PortTaken
-from infra.leases import LeaseManager, bind, narrow
+from infra.gpus import narrow
+from infra.leases import LeaseManager, bind
 from infra.registry import Registry
 from tests.support.waiting import wait_until
 

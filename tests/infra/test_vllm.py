@@ -14,7 +14,10 @@ from infra.errors import ModelNotFound, PortTaken, ServerLacks, ServerStartFaile
 from infra.leases import LeaseManager
 from infra.process import marked
 from infra.registry import Registry
-from infra.vllm import Capabilities, Needs, ServerSpec, command_line, environment, lacking, probe, start_server
+from infra.vllm import Capabilities, Needs, ServerSpec, environment, lacking, probe, start_server
+from infra.vllm_command import command_line as features_command_line
+from infra.vllm_command import front_of
+from infra.vllm_features import Features
 from infra.vllm_probe import require
 from infra.vllm_serve import main as serve
 from tests.support.tiny_model import build_tiny_model
@@ -35,6 +38,10 @@ GOOD = Capabilities(
     chunked_prefill=False,
 )
 
+# Of a vLLM that has all there is, in an interpreter that need not be there.
+FULL = Features("0.32.0", "cuda", frozenset({"enable_scale_out", "return_sampling_mask"}), "/vllm/vllm-rs")
+BEFORE_028 = Features("0.26.0", "cuda", frozenset(), None)
+
 
 @pytest.fixture
 def port(tmp_path):
@@ -48,6 +55,10 @@ def model(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return str(folder)
+
+
+def command_line(spec: ServerSpec, port: int, features: Features = FULL) -> list[str]:
+    return features_command_line(spec, port, features, front_of(spec, features, cores=16))
 
 
 def option(arguments: list[str], name: str) -> str:
@@ -77,9 +88,44 @@ def test_the_key_is_in_the_environment_only(model):
 
 
 def test_logprobs_and_candidate_sets_are_what_the_run_asks_for(model):
-    plain, asking = ServerSpec(model, device="cuda"), ServerSpec(model, device="cuda", max_logprobs=65, sampling_mask=True)
+    plain, asking = ServerSpec(model, device="cuda"), ServerSpec(model, device="cuda", top_logprobs=64, sampling_mask=True)
     assert option(command_line(plain, 1), "--max-logprobs") == "20" and "--return-sampling-mask" not in command_line(plain, 1)
     assert option(command_line(asking, 1), "--max-logprobs") == "65" and "--return-sampling-mask" in command_line(asking, 1)
+
+
+def test_what_an_installation_does_not_have_is_left_out(model):
+    asking = ServerSpec(model, device="cuda", sampling_mask=True)
+    old = command_line(asking, 1, BEFORE_028)
+    assert not {"--enable-scale-out", "--return-sampling-mask"} & set(old) and "--enable-scale-out" in command_line(asking, 1)
+
+
+def test_the_rust_front_end_gets_neither_middleware_nor_what_it_refuses(model):
+    spec = ServerSpec(model, device="cuda")
+    rust, python = command_line(spec, 1), command_line(spec, 1, BEFORE_028)
+    refused = {"--middleware", "--generation-config", "--api-server-count"}
+    assert not refused & set(rust) and refused <= set(python)
+    assert option(python, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"
+    front = front_of(spec, FULL)
+    assert environment(spec, "key", [0], front)["VLLM_USE_RUST_FRONTEND"] == "1"
+    assert environment(spec, "key", [0])["VLLM_USE_RUST_FRONTEND"] == "0"
+
+
+def test_as_many_sequences_as_requests_in_flight(model):
+    def sequences(concurrent: int | None) -> str | None:
+        line = command_line(ServerSpec(model, device="cpu", concurrent=concurrent), 1)
+        return option(line, "--max-num-seqs") if "--max-num-seqs" in line else None
+
+    assert [sequences(count) for count in (None, 4, 65, 512, 5000)] == [None, "64", "72", "512", "1024"]
+
+
+def test_adapters_in_one_process_with_room_for_them(model):
+    spec = ServerSpec(model, device="cuda", max_lora_rank=16, max_loras=6, tensor_parallel_size=2)
+    line = command_line(spec, 1)
+    assert (option(line, "--max-lora-rank"), option(line, "--max-loras")) == ("16", "6") and "--enable-lora" in line
+    assert "--api-server-count" not in line and "--middleware" in line  # neither several processes nor the Rust front end
+    env = environment(spec, "key", [0, 1])
+    assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_WORKER_MULTIPROC_METHOD"]) == ("1", "spawn")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(ServerSpec(model, device="cuda"), "key", [0])
 
 
 def test_a_user_s_settings_win(model, monkeypatch):
@@ -158,7 +204,7 @@ def test_a_foreign_server_on_the_port_is_not_taken_for_ours(port, model, tmp_pat
     sleeper = tmp_path / "python"
     sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
     sleeper.chmod(0o755)
-    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log")
+    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log", features=FULL)
     try:
         server.url = f"http://127.0.0.1:{foreign_server}"
         with pytest.raises(PortTaken, match="something else than server student answers"):
@@ -171,7 +217,7 @@ def test_a_server_that_hangs_is_stopped(port, model, tmp_path):
     sleeper = tmp_path / "python"
     sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
     sleeper.chmod(0o755)
-    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log")
+    server = start_server(ServerSpec(model, device="cpu", python=str(sleeper)), port, log_path=tmp_path / "log", features=FULL)
     with pytest.raises(ServerStartFailed, match="was not ready after 0 s"):
         server.wait_ready(timeout_s=0.1)
     assert not server.alive() and marked(port.id) == []
@@ -197,7 +243,7 @@ def test_the_log_tells_why_a_start_failed(port, model, tmp_path, log, failure_cl
     failing.write_text(f"#!/bin/sh\ncat {tmp_path}/message\nexit 1\n")
     failing.chmod(0o755)
     (tmp_path / "log").write_text("OSError: of an earlier start\n")
-    server = start_server(ServerSpec(model, device="cpu", python=str(failing)), port, log_path=tmp_path / "log")
+    server = start_server(ServerSpec(model, device="cpu", python=str(failing)), port, log_path=tmp_path / "log", features=FULL)
     with pytest.raises((ServerStartFailed, PortTaken), match=words) as caught:
         server.wait_ready()
     assert "earlier start" not in str(caught.value)

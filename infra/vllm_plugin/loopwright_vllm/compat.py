@@ -10,11 +10,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
-
 
 def current_config(vllm_config: Any) -> AbstractContextManager[Any]:
     """The context that layers are loaded in; nothing where the worker is in it already."""
+    # Not at the top: the proxy (`proxy.py`) needs the calls below and none of vLLM.
+    from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+
     return nullcontext() if get_current_vllm_config_or_none() is not None else set_current_vllm_config(vllm_config)
 
 

@@ -1,0 +1,106 @@
+"""Which front end a vLLM server gets, and how many processes: what the run asks for against what the installation can do.
+
+On a GPU the front end is what limits a server (`docs/serving.md` has the figures): a Python process that turns
+log-probabilities into answers is the bottleneck, several share the work, and the Rust front end does it best.
+
+    Asks + Features + cores ──▶ choose ──▶ Choice(front end, processes, why)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from infra.errors import ServerLacks
+from infra.vllm_features import Features
+
+FrontEnd = Literal["auto", "python", "rust"]
+RUST_ENV = "VLLM_USE_RUST_FRONTEND"
+COUNT_FLAGS = ("--api-server-count", "-asc")
+# Processes beyond which throughput no longer rose, for the sampled log-probability alone and for top ones with it.
+MOST_PROCESSES, MOST_PROCESSES_TOPS = 4, 8
+CORES_PER_PROCESS = 2  # the engine and its workers need the rest
+
+
+@dataclass(frozen=True)
+class Asks:
+    """`top_logprobs`: log-probabilities per token beside the sampled one's. `front_end`, `api_processes`: the user's word."""
+
+    device: Literal["cpu", "cuda"]
+    top_logprobs: int = 0
+    sampling_mask: bool = False
+    adapters: bool = False
+    front_end: FrontEnd = "auto"
+    api_processes: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    rust: bool = False
+    api_processes: int = 1
+    sampling_mask: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+
+def choose(asks: Asks, features: Features, cores: int) -> Choice:
+    """ServerLacks when the user's word cannot be kept."""
+    reasons: list[str] = []
+    mask = asks.sampling_mask and asks.device == "cuda" and features.takes("return_sampling_mask")
+    if asks.sampling_mask and not mask:
+        cause = "needs a GPU" if asks.device == "cpu" else f"is not in vLLM {features.version}"
+        reasons.append(f"no candidate sets: --return-sampling-mask {cause}, so the ratio to the sampler stays biased")
+    obstacle = rust_obstacle(asks, features, mask)
+    if asks.front_end == "rust" and obstacle is not None:
+        raise ServerLacks(f"the Rust front end cannot be used: {obstacle}; leave out {RUST_ENV} or set it to 0")
+    if asks.front_end == "rust" or (asks.front_end == "auto" and obstacle is None and asks.api_processes in (None, 1)):
+        given = "as given" if asks.front_end == "rust" else "log-probabilities cost it least"
+        return Choice(True, 1, mask, [*reasons, f"Rust front end: {given}"])
+    if asks.front_end == "auto" and asks.device == "cuda":
+        because = obstacle or f"{COUNT_FLAGS[0]} {asks.api_processes} was given"
+        reasons.append(f"Python front end: {because}")
+    count, why = python_processes(asks, cores)
+    return Choice(False, count, mask, [*reasons, why])
+
+
+def rust_obstacle(asks: Asks, features: Features, mask: bool) -> str | None:
+    """Why the Rust front end will not do; None: it will."""
+    if features.rust is None:
+        return f"vLLM {features.version} is installed without it (no executable vllm-rs in its folder)"
+    if asks.device == "cpu":
+        return "on a CPU the model is the limit, and the run's processes need the cores"
+    if mask:
+        return "it returns no candidate sets"
+    if asks.adapters:
+        return "adapters that change while it serves were never tried with it"
+    return None
+
+
+def python_processes(asks: Asks, cores: int) -> tuple[int, str]:
+    if asks.adapters:
+        if asks.api_processes not in (None, 1):
+            raise ServerLacks(
+                f"{COUNT_FLAGS[0]} {asks.api_processes} with adapters: an adapter is loaded in one process only; leave it out"
+            )
+        return 1, "1 API process: adapters are loaded in one process only"
+    if asks.api_processes is not None:
+        return asks.api_processes, f"API processes: {asks.api_processes}, as given"
+    if asks.device == "cpu":
+        return 1, "1 API process: on a CPU the model is the limit"
+    most = MOST_PROCESSES_TOPS if asks.top_logprobs else MOST_PROCESSES
+    count = max(1, min(most, cores // CORES_PER_PROCESS))
+    asked = f"the top {asks.top_logprobs} log-probabilities" if asks.top_logprobs else "the sampled log-probability"
+    return count, f"API processes: {count} for {asked} on {cores} cores"
+
+
+def given_processes(arguments: Sequence[str]) -> int | None:
+    """What a user's own arguments say of the process count; the last one counts."""
+    count = None
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in COUNT_FLAGS:
+            text = value if equals else "".join(arguments[at + 1 : at + 2])
+            if not text.isdecimal() or int(text) < 1:
+                raise ServerLacks(f"{name} {text}: give the number of API processes, 1 or more")
+            count = int(text)
+    return count

@@ -1,0 +1,93 @@
+"""`python -m loopwright_vllm.serve MODEL ARGUMENT…`: `vllm serve`, with the key before every front end.
+
+    Python front ends    API server processes, each with the middleware ─▶ engine
+    Rust front end       this process: key, POST /loopwright/sync ══ Unix socket ══▶ Rust ─▶ engine
+
+vLLM's own command asks for the version of a distribution named `vllm`, which its CPU build does not have, so its subcommand
+is called here. The Rust front end loads no middleware and guards a few paths only, so it listens on a socket in a folder that
+belongs to this user alone, and what is reachable is the proxy. It also knows no `{% generation %}` in chat templates, a mark
+for training: such a template is given to it without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+
+
+def run_vllm(arguments: list[str]) -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        from vllm.utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    options = parser.parse_args(["serve", *arguments])
+    command.validate(options)
+    command.cmd(options)
+
+
+def split(arguments: list[str]) -> tuple[str, int, list[str]]:
+    """Host, port and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    known, others = parser.parse_known_args(arguments)
+    return known.host, known.port, others
+
+
+def plain_template(model: str, folder: Path) -> list[str]:
+    """`--chat-template` with a copy of the model's that has no marks for training; nothing where it has none."""
+    source = Path(model) / "chat_template.jinja"
+    text = source.read_text() if source.is_file() else ""
+    plain = GENERATION_MARK.sub("", text)
+    if plain == text:
+        return []
+    (folder / source.name).write_text(plain)
+    return ["--chat-template", str(folder / source.name)]
+
+
+def run_behind_proxy(arguments: list[str]) -> int:
+    """Returns the exit code of the server behind."""
+    from loopwright_vllm import proxy
+
+    host, port, others = split(arguments)
+    with tempfile.TemporaryDirectory(prefix="loopwright-vllm-") as name:  # mode 0700
+        socket = os.path.join(name, "front")
+        if "--chat-template" not in others:
+            others += plain_template(others[0], Path(name))
+        command = [sys.executable, "-m", "loopwright_vllm.serve", *others, "--uds", socket]
+        # The key is for the proxy: behind it nothing needs one, and a log of its environment must not show it.
+        env = {variable: value for variable, value in os.environ.items() if variable != "VLLM_API_KEY"}
+        with subprocess.Popen(command, env=env) as server:
+            try:
+                proxy.run(host, port, socket, server)
+            finally:
+                if server.poll() is None:
+                    server.send_signal(signal.SIGTERM)
+        return server.returncode
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    behind_proxy = os.environ.get("VLLM_USE_RUST_FRONTEND") == "1" and "--uds" not in arguments
+    if behind_proxy:
+        return run_behind_proxy(arguments)
+    run_vllm(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
