@@ -66,3 +66,26 @@ class InferenceEngine(Protocol):
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """float64 [len(tokens) − 1]: log-probability of each token but the first, at temperature 1."""
         ...
+
+
+class AdapterEngine(InferenceEngine, Protocol):
+    """One that serves low-rank adapters beside its base model; requests name theirs as `model`. `weight_version` is then that of
+    `adapter` for as long as it is loaded."""
+
+    adapter: str | None  # the newest
+
+    def loaded_adapters(self) -> list[str]:
+        """Names of the adapters it serves."""
+        ...
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Requests that name it get it as soon as this returns. `folder`: with an adapter as peft writes it."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that name it are refused from now on; harmless when it is not loaded."""
+        ...
+
+    def sampled(self, prompt: np.ndarray, max_tokens: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 and float64 [max_tokens]: what `adapter` samples at temperature 1, and the log-probabilities."""
+        ...

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from trainers.adapters import AdapterFacts, version_of
 from trainers.errors import ServerCapabilityError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class ServerFacts:
     """What the trainer needs to know of a server. `dtype` is torch's name (`float32`, `bfloat16`).
 
     `workers`: what each worker says of itself (device, machine, version …); empty without our worker extension.
-    `one_call`: it has our middleware, which does a whole weight sync in one call.
+    `one_call`: it has our middleware, which does a whole weight sync in one call. `adapters`: None without `--enable-lora`.
     """
 
     model: str
@@ -37,6 +38,7 @@ class ServerFacts:
     weight_backend: str | None
     workers: tuple[dict[str, Any], ...] = ()
     one_call: bool = False
+    adapters: AdapterFacts | None = None
 
 
 class ServerClient:
@@ -49,6 +51,7 @@ class ServerClient:
         self.url = url.rstrip("/")
         self._told = "None"
         self.timeout_s = timeout_s
+        self.adapter: str | None = None  # the newest that was loaded; None: the policy is the model itself
         key = key if key is not None else os.environ.get("VLLM_API_KEY", "")
         self.http = httpx.Client(
             base_url=self.url,
@@ -94,13 +97,14 @@ class ServerClient:
     def facts(self) -> ServerFacts:
         """Raises `ServerCapabilityError` where the development endpoints are off."""
         try:
-            config = self._call("GET", "/server_info?config_format=json")["vllm_config"]
+            info = self._call("GET", "/server_info?config_format=json")
         except ServerError as error:
             if "404" in str(error):
                 raise ServerCapabilityError(
                     f"{self.url} has no control endpoints: start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
                 ) from error
             raise
+        config = info["vllm_config"]
         model = config["model_config"]
         transfer = config.get("weight_transfer_config") or {}
         workers, one_call = self._workers()
@@ -111,6 +115,7 @@ class ServerClient:
             weight_backend=transfer.get("backend"),
             workers=tuple(workers),
             one_call=one_call,
+            adapters=_adapter_facts(info),
         )
 
     def _workers(self) -> tuple[list[dict[str, Any]], bool]:
@@ -169,6 +174,8 @@ class ServerClient:
 
         A vLLM that keeps none and has no worker extension of ours cannot tell: then what this client told it last.
         """
+        if self.adapter is not None:
+            return str(version_of(self.adapter)) if self.adapter in self.loaded_adapters() else "default"
         try:
             return str(self._call("GET", "/weight_info")["weight_version"])
         except ServerError as error:
@@ -177,6 +184,39 @@ class ServerClient:
         versions = {str(worker["version"]) for worker in self._workers()[0]} or {self._told}
         return versions.pop() if len(versions) == 1 else f"none in common: {sorted(versions)}"
 
+    def loaded_adapters(self) -> list[str]:
+        """Names of the adapters it serves."""
+        models = self._call("GET", "/v1/models")["data"]
+        return [str(model["id"]) for model in models if model.get("parent") is not None]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Requests that name it get it as soon as this returns. `folder`: with an adapter as peft writes it."""
+        try:
+            self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except ServerError as error:
+            if "already been loaded" not in str(error):  # a first try of which the answer was lost
+                raise
+        self.adapter = name
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that name it are refused from now on."""
+        try:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerError as error:
+            if "cannot be found" not in str(error):
+                raise
+
+    def sampled(self, prompt: np.ndarray, max_tokens: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 and float64 [max_tokens]: what it samples at temperature 1 with the newest adapter, and the log-probabilities.
+
+        `top_k`: of the vocabulary's size it restricts nothing, and a server that asks for one has it.
+        """
+        sampling = {"max_tokens": max_tokens, "temperature": 1.0, "top_k": top_k, "seed": 0, "logprobs": 0, "ignore_eos": True}
+        body = {"model": self.adapter, "token_ids": prompt.tolist(), "sampling_params": sampling, "stream": False}
+        choice = self._call("POST", "/inference/v1/generate", body)["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return np.array(choice["token_ids"], np.int32), np.array(logprobs, np.float64)
+
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """float64 [len(tokens) − 1]: log-probability of each token but the first, at temperature 1."""
         # A server that returns candidate sets refuses a request without top_k.
@@ -184,6 +224,21 @@ class ServerClient:
         body = {"token_ids": tokens.tolist(), "sampling_params": sampling, "cache_salt": str(version), "stream": False}
         rows = self._call("POST", "/inference/v1/generate", body)["prompt_logprobs"]
         return np.array([rows[i][str(token)]["logprob"] for i, token in enumerate(tokens.tolist()) if i], dtype=np.float64)
+
+
+def _adapter_facts(info: dict[str, Any]) -> AdapterFacts | None:
+    """Of a server's /server_info."""
+    config, env = info["vllm_config"], info.get("vllm_env") or {}
+    lora, parallel = config.get("lora_config"), config.get("parallel_config") or {}
+    if not lora:
+        return None
+    return AdapterFacts(
+        max_lora_rank=int(lora["max_lora_rank"]),
+        max_loras=int(lora["max_loras"]),
+        at_runtime=bool(env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", True)),
+        api_processes=int(parallel.get("_api_process_count", 1)),
+        data_parallel=int(parallel.get("data_parallel_size", 1)),
+    )
 
 
 def _message(response: httpx.Response) -> str:

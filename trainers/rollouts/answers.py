@@ -80,8 +80,11 @@ _TOP_DECODER = msgspec.json.Decoder(_Answer[_TopLogprobs])
 _MASK_DECODER = msgspec.json.Decoder(list[list[int]] | None)
 
 
-def read_answer(form: SamplingForm, data: bytes, prompt_ids: np.ndarray, version: int | None) -> TurnRecord:
-    """The turn of an answer of status 200 to a request of that form.
+def read_answer(
+    form: SamplingForm, data: bytes, prompt_ids: np.ndarray, version: int | None, by_adapter: bool = False
+) -> TurnRecord:
+    """The turn of an answer of status 200 to a request of that form. `by_adapter`: `version` is that of the adapter it named, and
+    what the server says of versions is of its base model.
 
     Raises:
         Retryable: the body is no such answer, or the server aborted the request.
@@ -101,7 +104,7 @@ def read_answer(form: SamplingForm, data: bytes, prompt_ids: np.ndarray, version
         prompt_ids=prompt_ids,
         output_ids=output_ids,
         output_logprobs=_sampled_logprobs(choice.logprobs, len(output_ids)),
-        spans=_spans(choice.weight_versions, len(output_ids), version),
+        spans=_spans(None if by_adapter else choice.weight_versions, len(output_ids), version),
         finish_reason=choice.finish_reason,
     )
     if form.top_logprobs:

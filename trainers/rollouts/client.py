@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
+from trainers.adapters import is_later, version_of
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.answers import read_answer
 from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, Retryable, SamplingForm, refusal, request_body
@@ -84,9 +85,17 @@ class GenerateClient:
             await self._session.close()
 
     async def attempt(
-        self, prompt_ids: np.ndarray, *, temperature: float, max_tokens: int, seed: int, version: int | None
+        self,
+        prompt_ids: np.ndarray,
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        version: int | None,
+        adapter: str | None = None,
     ) -> TurnRecord:
-        """One try of one turn. `version`: the policy version the server must hold; None: whatever weights it has.
+        """One try of one turn. `version`: the policy version the server must hold; None: whatever weights it has. `adapter`:
+        the one that is this version; None: the served model itself is.
 
         Raises:
             Retryable: another try may succeed. `connection`: none could be made; `reset`: it broke; `http_5…`; `bad_json`.
@@ -98,7 +107,7 @@ class GenerateClient:
         path, body = request_body(
             self._form,
             self.facts.generate,
-            self.facts.model,
+            adapter or self.facts.model,
             prompt_ids,
             temperature=temperature,
             max_tokens=max_tokens,
@@ -116,9 +125,26 @@ class GenerateClient:
             message = answer[:300].decode(errors="replace")
             if status == 400 and (remedy := refusal(self._form, message)):
                 raise ServerCapabilityError(f"the server at {self.base_url} cannot do what this run needs: {remedy}")
+            if status == 404 and adapter is not None:
+                raise await self._gone(adapter)
             refused = f"{self.base_url}{path}: {status} {message}"
             raise (Retryable if status >= 500 else RequestFailed)(f"http_{status}", refused)
-        return read_answer(self._form, answer, prompt_ids, version)
+        return read_answer(self._form, answer, prompt_ids, version, by_adapter=adapter is not None)
+
+    async def _gone(self, adapter: str) -> Exception:
+        """What it means that an adapter is not there."""
+        try:
+            names = await self._adapters()
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            return Retryable("reset", f"{self.base_url}: {type(error).__name__}: {error}")
+        if any(is_later(name, adapter) for name in names):
+            return RequestFailed("stale", f"{self.base_url} has let go of {adapter}: its version left the window")
+        return ServerError(f"the server no longer has the adapter {adapter} that it confirmed: it was restarted")
+
+    async def _adapters(self) -> list[str]:
+        assert self._session is not None
+        async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + "/v1/models") as response:
+            return [str(model["id"]) for model in (await response.json())["data"]] if response.status == 200 else []
 
     # Looks at the server; an error of the connection is the caller's to catch
 
@@ -131,8 +157,11 @@ class GenerateClient:
         status, _ = await self._get("/health")
         return status < 500
 
-    async def weight_version(self) -> str | None:
-        """The number of the weights it serves ("default" on a fresh server); None where it does not tell."""
+    async def weight_version(self, adapter: str | None = None) -> str | None:
+        """The number of the weights it serves ("default" on a fresh server); None where it does not tell. With `adapter`: of
+        that one, if it is loaded."""
+        if adapter is not None:
+            return str(version_of(adapter)) if adapter in await self._adapters() else "default"
         assert self._session is not None
         async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + "/weight_info") as response:
             return str((await response.json())["weight_version"]) if response.status == 200 else None

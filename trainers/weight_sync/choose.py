@@ -1,5 +1,6 @@
 """Which way the weights go (`weight_sync=auto`), from what every worker says of itself, and whether a set way can work.
 
+servers that take adapters, in a run that trains one          lora
 servers of ours, every worker on a GPU of a trainer rank, loopback   ipc
 servers of ours, no worker on rank 0's GPU, all on GPUs              nccl
 servers of ours, on this machine (or a folder both see)              shared_storage
@@ -23,6 +24,7 @@ from trainers.server import BACKEND
 from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.changes import Changes
 from trainers.weight_sync.ipc import Ipc, check_same_gpus, gpu_uuid
+from trainers.weight_sync.lora import choose_adapters
 from trainers.weight_sync.members import Member
 from trainers.weight_sync.shared_storage import SharedStorage
 from trainers.weight_sync.stock import STOCK, Stock
@@ -48,6 +50,8 @@ def choose(
     Raises:
         ServerCapabilityError: the servers cannot do what `weight_sync` says; the message has what to set or start instead.
     """
+    if (adapters := choose_adapters(config, members)) is not None:
+        return adapters
     backends = {member.facts.weight_backend for member in members if member.facts}
     if backends != {BACKEND}:
         return _stock(config, members, backends, device, world_size)
