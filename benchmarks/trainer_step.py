@@ -76,6 +76,9 @@ class MemorySource:
     def request_step(self, index: int, train_version: int) -> None:
         """Steps are made when they are taken."""
 
+    def ready(self, index: int, train_version: int, timeout_s: float) -> bool:
+        return True
+
     def next_step(self, index: int, train_version: int) -> StepHead | None:
         if index > self.steps:
             return None
@@ -104,7 +107,10 @@ class MemorySource:
         self.done.append(index)
         del self.held[index]
 
-    def synced(self, version: int) -> None:
+    def synced(self, version: int, served_as: str | None = None) -> None:
+        """Nothing is generated."""
+
+    def servers(self, servers: Any) -> None:
         """Nothing is generated."""
 
     def snapshot(self, directory: Path) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.servers_cli import servers
+from flows.text_table import print_table as _table
+
 if TYPE_CHECKING:
     from flows.config_file import LoadedConfig
     from infra.registry import RunRow
@@ -158,6 +161,19 @@ def status() -> None:
         _table([("NAME", "FLOW", "STATUS", "STEP", "CREATED", "CAUSE"), *(_run_line(row) for row in running)])
 
 
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON list of findings.")
+@click.option("--python", help="Interpreter that has vLLM. Default: this one.")
+@click.option("--deep", is_flag=True, help="Also start a vLLM server with a tiny model (a minute or two).")
+def doctor(as_json: bool, python: str | None, deep: bool) -> None:
+    """Check this machine: GPUs, vLLM, ports, storage, database, tracking, Prefect, packages. Exit code 1: a run would fail."""
+    from flows.doctor import examine, print_findings
+
+    findings = examine(python, deep)
+    print_findings(findings, as_json)
+    sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)
+
+
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [OPTION]...")
 def serve(arguments: tuple[str, ...]) -> None:
@@ -176,6 +192,9 @@ def quickstart(seed: int) -> None:
     from flows.quickstart import run as run_quickstart
 
     run_quickstart(seed)
+
+
+cli.add_command(servers)
 
 
 def main() -> None:
@@ -225,14 +244,3 @@ def _time(seconds: float | None) -> str:
     from datetime import datetime
 
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> None:
-    """Columns set out with spaces; the last one is not padded."""
-    if not rows:
-        return
-    # One long value (a system prompt) must not push every source off the screen.
-    widths = [min(48, max(len(row[column]) for row in rows)) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[-1]]))

@@ -7,6 +7,7 @@ parameter, because Prefect drops constraints of top-level parameters; its JSON s
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -23,6 +24,12 @@ _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CR
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
 
 
+def http_address(url: str | None) -> str | None:
+    if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError("a server's address starts with http:// or https://")
+    return url.rstrip("/") if url else url
+
+
 class ServerConfig(StrictModel):
     """One vLLM server: started for the run, or one that is already up (`url`)."""
 
@@ -32,7 +39,9 @@ class ServerConfig(StrictModel):
         description="With `url`: name of the environment variable that holds the server's key. Default VLLM_API_KEY.",
     )
     gpus: int | None = Field(
-        default=None, ge=0, description="GPUs to lease. None: tensor_parallel_size where there are GPUs; 0: CPU. Default none."
+        default=None,
+        ge=0,
+        description="GPUs to lease for a server. None: as many as it computes on, where there are any; 0: CPU. Default none.",
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs one model copy is split over. Default 1.")
     max_model_len: int | None = Field(
@@ -61,21 +70,63 @@ class ServerConfig(StrictModel):
     @field_validator("url")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
-        if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
-            raise ValueError("a server's address starts with http:// or https://")
-        return url.rstrip("/") if url else url
+        return http_address(url)
+
+    @property
+    def gpus_needed(self) -> int:
+        """Of one server: the copies in its data-parallel group (`--data-parallel-size` in extra_args) × GPUs of a copy."""
+        copies = 1
+        for argument, following in pairwise([*self.extra_args, ""]):
+            name, equals, value = argument.partition("=")
+            if name in ("--data-parallel-size", "-dp") and (value if equals else following).isdigit():
+                copies = int(value if equals else following)
+        return copies * self.tensor_parallel_size
 
     @model_validator(mode="after")
     def _gpus_fit(self) -> ServerConfig:
-        if self.gpus not in (None, 0) and self.gpus < self.tensor_parallel_size:  # type: ignore[operator]
-            raise ValueError(f"gpus={self.gpus} is fewer than tensor_parallel_size={self.tensor_parallel_size}")
+        if self.gpus not in (None, 0) and self.gpus < self.gpus_needed:  # type: ignore[operator]
+            copies = self.gpus_needed // self.tensor_parallel_size
+            group = f" × --data-parallel-size {copies}" if copies > 1 else ""
+            raise ValueError(f"gpus={self.gpus} is fewer than tensor_parallel_size={self.tensor_parallel_size}{group}")
+        return self
+
+
+class StudentsConfig(ServerConfig):
+    """The servers of the policy that is trained: `count` alike ones started for the run, or those at `url`."""
+
+    url: str | list[str] | None = Field(  # type: ignore[assignment]
+        default=None, description="Base URL of a server already up, or a list of several. Default none: the run starts its own."
+    )
+    count: int = Field(default=1, ge=1, description="Servers to start, each with GPUs and a port of its own. Default 1.")
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers already up."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str | list[str] | None) -> str | list[str] | None:
+        if not isinstance(url, list):
+            return http_address(url)
+        if not url:
+            raise ValueError("the list of servers is empty: name at least one, or leave `url` out")
+        urls = [str(http_address(one)) for one in url]
+        if twice := [one for one in urls if urls.count(one) > 1]:
+            raise ValueError(f"{twice[0]} is named twice: name every server once")
+        return urls
+
+    @model_validator(mode="after")
+    def _started_or_given(self) -> StudentsConfig:
+        if self.url is not None and self.count != 1:
+            raise ValueError(f"count={self.count} is for servers that the run starts: with `url`, list as many addresses")
         return self
 
 
 class ServersConfig(StrictModel):
     """The servers of a run."""
 
-    student: ServerConfig = Field(default_factory=ServerConfig, description="Serves the policy that is trained.")
+    student: StudentsConfig = Field(default_factory=StudentsConfig, description="Serve the policy that is trained.")
 
 
 class LaunchConfig(StrictModel):
@@ -146,6 +197,9 @@ class RetryConfig(StrictModel):
     user: int = Field(default=0, ge=0, description="Reward function, config or dataset. Default 0: fail at once.")
     no_progress: int = Field(default=0, ge=0, description="Nothing moved for rollout_worker_timeout. Default 0.")
     divergence: int = Field(default=0, ge=0, description="Loss or gradient not finite. Default 0.")
+    replace_servers: int = Field(
+        default=3, ge=0, description="Servers of the run that died and are started again while it goes on. Default 3."
+    )
     backoff_s: float = Field(
         default=5.0, ge=0, description="Seconds before the first resume, doubled each time up to 5 minutes. Default 5."
     )
@@ -202,8 +256,11 @@ class GRPORunConfig(GRPOConfig, RunSettings):
 
     @model_validator(mode="after")
     def _has_reward(self) -> GRPORunConfig:
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs is empty: name at least one reward function as `package.module:name`")
+        if not self.reward_funcs and self.environment_factory is None and self.loop_cls is None:
+            raise ValueError(
+                "reward_funcs is empty: name at least one reward function as `package.module:name`, or an environment_factory "
+                "whose environment has a `get_reward`"
+            )
         return self
 
 
@@ -249,7 +306,8 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     for dataset in (data.get("dataset"), (data.get("eval") or {}).get("dataset")):
         if dataset and Path(dataset["path"]).exists():
             dataset["path"] = str(Path(dataset["path"]).resolve())
-    specs = [*data.get("reward_funcs", []), (data.get("eval") or {}).get("reward_func")]
+    specs = [*data.get("reward_funcs", []), *data.get("tools", []), data.get("environment_factory"), data.get("loop_cls")]
+    specs.append((data.get("eval") or {}).get("reward_func"))
     for spec in filter(None, specs):
         file, colon, attribute = spec["path"].rpartition(":")
         if colon and file.endswith(".py"):

@@ -40,7 +40,8 @@ def _evaluate(experiment: Experiment, model: str, step: int, served: bool) -> di
     payload = {
         "config": fields,
         "model": fields["model"] if model == experiment.config.model else model,
-        "url": fields.get("vllm_server_base_url") if served else None,
+        # A server that came after the last sync holds the weights it was started with.
+        "url": (experiment.servers.serving(step) if step else fields.get("vllm_server_base_url")) or None if served else None,
     }
     request.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
     out.unlink(missing_ok=True)

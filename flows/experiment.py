@@ -33,6 +33,7 @@ class Experiment:
         self.started = time.monotonic()
         self.progress = artifacts.Progress()
         self._mlflow_linked = False
+        self._servers_shown: list[dict[str, Any]] = []
         self._released = False
 
     @property
@@ -78,13 +79,20 @@ class Experiment:
         )
 
     def show(self, progress: dict[str, Any]) -> None:
-        """Progress and links on the flow run's page."""
+        """Progress, links and servers on the flow run's page."""
         self.progress.show(progress)
+        self.show_servers()
         if not self._mlflow_linked:
             run_id = self.registry.get_run(self.run.id).mlflow_run_id
             if run_id is not None:
                 self._mlflow_linked = True
                 artifacts.mlflow_link(mlflow_page(self.tracking_uri, run_id), self.tracking_uri, run_id)
+
+    def show_servers(self) -> None:
+        """The table of servers, if it has changed."""
+        if (rows := self.servers.rows()) and rows != self._servers_shown:
+            self._servers_shown = rows
+            artifacts.servers_table(rows)
 
     def finish(self) -> None:
         """FINISHED, in registry and MLflow."""

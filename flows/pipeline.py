@@ -24,7 +24,7 @@ from flows.experiment import Experiment
 from flows.preflight import preflight
 from flows.reaping import reap_all
 from flows.runs import named, open_run
-from flows.student import Student
+from flows.students import Students
 from flows.training import RunFailed, train_to_the_end
 from flows.training import serve as start_servers
 from infra.registry import Registry
@@ -37,9 +37,9 @@ def lease(experiment: Experiment) -> None:
     """Devices for server and trainer, for as long as the run takes."""
     config = experiment.config
     if isinstance(config, GRPORunConfig):
-        student = Student(config, experiment.run, experiment.registry, experiment.leases)
-        experiment.servers = student
-        student.lease()
+        students = Students(config, experiment.run, experiment.registry, experiment.leases)
+        experiment.servers = students
+        students.lease()
     experiment.lease_trainer_gpus()
 
 
@@ -47,8 +47,7 @@ def lease(experiment: Experiment) -> None:
 def serve(experiment: Experiment) -> None:
     """Servers up, probed, and listed on the flow run's page. One that does not start is tried again by the retry policy."""
     start_servers(experiment.servers, experiment.config.retry)
-    if rows := experiment.servers.rows():
-        artifacts.servers_table(rows)
+    experiment.show_servers()
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
@@ -120,7 +119,7 @@ def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
 def _stages(experiment: Experiment) -> dict[str, Any]:
     """Every stage that is not done yet; all results together."""
     config, result = experiment.config, {"run": experiment.run.name}
-    own_server = isinstance(config, GRPORunConfig) and config.servers.student.url is None
+    own_server = isinstance(config, GRPORunConfig) and not config.servers.student.urls
     lease(experiment)
     trained = experiment.stage("train")
     trained_now = trained is None

@@ -130,7 +130,7 @@ def check_storage(folder: Path) -> Iterator[str]:
 def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
     """A server given by URL is up and can do what the run needs; the interpreter for one that is started is there."""
     server = config.servers.student
-    if server.url is None:
+    if not server.urls:
         python = resolve(server.python)
         if python is not None and shutil.which(python) is None:
             yield f"{name}.python: there is no program {python}"
@@ -139,14 +139,14 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
     from infra.errors import InfraError
     from infra.vllm import lacking, probe
 
-    url = resolve(server.url)
-    try:
-        missing = lacking(probe(url, os.environ.get(server.api_key_env)), needs(config))
-    except InfraError as error:
-        yield f"{name}.url: {_first_line(error)}"
-        return
-    for line in missing:
-        yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
+    for url in map(resolve, server.urls):
+        try:
+            missing = lacking(probe(url, os.environ.get(server.api_key_env)), needs(config))
+        except InfraError as error:
+            yield f"{name}.url: {_first_line(error)}"
+            continue
+        for line in missing:
+            yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
 
 
 def _reward_specs(config: RunConfig) -> Iterator[tuple[str, CallableSpec]]:

@@ -1,8 +1,13 @@
-"""The student server of a run: started on leased port and devices, or one that is given by its URL."""
+"""One student server that a run starts: its place in the run has GPUs, each start has a port and a process of its own.
+
+    Student (place, GPUs) ── start ─▶ port lease ─▶ process ─▶ ready and able ── … ── died ─▶ stop ─▶ start again
+
+Starting blocks and has a thread of its own in `flows.students`; `stop` may come from another thread meanwhile, and ends it.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
 
 from flows.config import GRPORunConfig
@@ -10,8 +15,7 @@ from flows.convert import resolve_model
 from infra.home import home
 from infra.leases import GpuLease, LeaseManager, PortLease, visible_gpus
 from infra.registry import Registry, RunRow
-from infra.vllm import Needs, ServerSpec, VLLMServer, lacking, probe, start_server
-from trainers.errors import ServerCapabilityError
+from infra.vllm import Needs, ServerSpec, VLLMServer, start_server
 from trainers.references import resolve
 
 
@@ -21,10 +25,13 @@ def needs(config: GRPORunConfig) -> Needs:
 
 
 class Student:
-    """`flows.training.Servers` for one student."""
+    """A place for one server. `key` is wanted by the server, and known to the trainer."""
 
-    def __init__(self, config: GRPORunConfig, run: RunRow, registry: Registry, leases: LeaseManager) -> None:
-        self._config, self._run, self._registry, self._leases = config, run, registry, leases
+    def __init__(
+        self, config: GRPORunConfig, run: RunRow, registry: Registry, leases: LeaseManager, name: str, key: str
+    ) -> None:
+        self.name = name
+        self._config, self._run, self._registry, self._leases, self._key = config, run, registry, leases, key
         self._given = config.servers.student
         self._gpus = GpuLease()
         self._port: PortLease | None = None
@@ -33,92 +40,95 @@ class Student:
         self._details: dict[str, Any] = {}
 
     def lease(self) -> None:
-        """Devices for the run's whole life; the port is leased with each start.
+        """Devices for as long as the place is kept; the port is leased with each start.
 
         Raises:
             NotEnoughGPUs: fewer are free.
         """
         wanted = self._given.gpus
-        if self._given.url is None:
-            count = (self._given.tensor_parallel_size if visible_gpus() else 0) if wanted is None else wanted
-            self._gpus = self._leases.lease_gpus(count, self._run.id)
+        count = (self._given.gpus_needed if visible_gpus() else 0) if wanted is None else wanted
+        self._gpus = self._leases.lease_gpus(count, self._run.id)
 
-    def ensure(self) -> None:
-        """A server that is up and can do what the run needs: the one there is, else a new one.
+    def start(self, say: Callable[[str], None]) -> None:
+        """Returns when the server is up and can do what the run needs; `say` is told how it goes.
 
         Raises:
-            InfraError: it did not start, or lacks something.
+            InfraError: it did not start, or lacks something; nothing of it is left.
         """
-        if self._given.url is not None:
-            url, key = resolve(self._given.url), os.environ.get(self._given.api_key_env)
-            missing = lacking(found := probe(url, key), needs(self._config))
-            if missing:
-                raise ServerCapabilityError(f"the vLLM server at {url} cannot do what this run needs: {'; '.join(missing)}")
-            self._details = {"name": "student", "url": url, "model": found.model, "version": found.version, "log": ""}
-            return
-        if self._server is not None and self._server.alive():
-            return
-        self.stop()
         self._port = self._leases.lease_port(self._run.id)
-        log = home() / "servers" / self._run.name / "student.log"
-        server = start_server(self._spec(), self._port, self._gpus.devices, log_path=log)
-        self._server = server
-        self._row_id = self._registry.record_server(
-            self._run.id, "student", server.url, server.process.pid, lease_id=self._port.id, log_path=str(log)
-        ).id
+        log = home() / "servers" / self._run.name / f"{self.name}.log"
         try:
-            server.wait_ready(self._config.vllm_server_timeout, on_progress=print)
+            port = self._port
+            server = start_server(self._spec(), port, self._gpus.devices, key=self._key, log_path=log)
+            self._server = server
+            self._row_id = self._registry.record_server(
+                self._run.id, self.name, server.url, server.process.pid, lease_id=port.id, log_path=str(log)
+            ).id
+            server.wait_ready(self._config.vllm_server_timeout, on_progress=say)
             server.require(needs(self._config))
+            found = server.capabilities()
         except BaseException:
             self.stop()
             raise
-        found = server.capabilities()
         self._details = {
-            "name": "student", "url": server.url, "model": found.model, "version": found.version,
+            "name": self.name, "url": server.url, "model": found.model, "version": found.version,
             "max_model_len": found.max_model_len, "device": found.device, "log": str(log),
         }  # fmt: skip
 
     def _spec(self) -> ServerSpec:
-        given = self._given
+        given, adapters = self._given, self._config.adapter_serving
         return ServerSpec(
             model=resolve_model(resolve(self._config.model)),
+            name=self.name,
             python=resolve(given.python),
             device="cuda" if self._gpus.devices else "cpu",
             tensor_parallel_size=given.tensor_parallel_size,
             max_model_len=given.max_model_len,
             dtype=given.dtype,
-            max_logprobs=max(self._config.server_logprobs, ServerSpec.max_logprobs),
-            # No CPU server can; the run goes on with a warning that the ratio is biased.
-            sampling_mask=bool(self._gpus.devices) and self._config.restricts_sampling,
+            top_logprobs=self._config.server_logprobs - 1,
+            # Where no server can, the run goes on with a warning that the ratio is biased.
+            sampling_mask=self._config.restricts_sampling,
+            max_lora_rank=adapters.max_lora_rank if adapters else None,
+            max_loras=adapters.max_loras if adapters else ServerSpec.max_loras,
+            concurrent=self._config.max_concurrent_rollouts,
             extra_args=tuple(resolve(given.extra_args)),
             env=resolve(given.env),
             seed=self._config.seed,
         )
 
+    @property
+    def url(self) -> str | None:
+        """Of the server, once it was ready."""
+        return self._details.get("url")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What to show of it; empty while it is not ready."""
+        return self._details
+
     def death(self) -> str | None:
-        """How the server died and the end of its log. One given by URL is only seen from outside: unreachable is not dead."""
-        if self._server is None or self._server.alive():
+        """How the server died and the end of its log; None: it lives, or there is none."""
+        server = self._server
+        if server is None or server.alive():
             return None
-        how = self._server.describe_exit()
+        how = server.describe_exit()
         self._registry.end_server(self._row_id, how)
-        return f"vLLM server student died: {how}\nend of {self._server.log_path}:\n{self._server.process.log_tail(15)}"
-
-    def config_fields(self) -> dict[str, Any]:
-        return {"vllm_server_base_url": self._details["url"]}
-
-    def environment(self) -> dict[str, str]:
-        key = self._server.api_key if self._server is not None else os.environ.get(self._given.api_key_env, "")
-        return {"VLLM_API_KEY": key}
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self._details] if self._details else []
+        return f"vLLM server {self.name} died: {how}\nend of {server.log_path}:\n{server.process.log_tail(15)}"
 
     def stop(self) -> None:
         """Stop what was started and free its port; the devices stay leased."""
-        if self._server is not None:
-            self._server.stop()
-            self._registry.end_server(self._row_id, self._server.describe_exit())
-            self._server = None
-        if self._port is not None:
-            self._leases.release(self._port)
-            self._port = None
+        self._details = {}
+        # Taken at once: a start that is given up in its thread ends here too.
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+            self._registry.end_server(self._row_id, server.describe_exit())
+        port, self._port = self._port, None
+        if port is not None:
+            self._leases.release(port)
+
+    def give_up(self) -> None:
+        """Stop it and free its devices."""
+        self.stop()
+        self._leases.release(self._gpus)
+        self._gpus = GpuLease()

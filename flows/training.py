@@ -1,7 +1,7 @@
 """Watching over one run's trainer: start it, see it end, decide whether to go on.
 
     ┌─▶ servers up ─▶ trainer attempt n ─▶ finished ───────────────────────────────▶ result
-    │                      │ trainer exit, signal, server death, limit
+    │                      │ trainer exit, signal, no server left, limit
     └── backoff ◀── policy ┴─▶ RunFailed(failure class, cause)
 
 Invariants: an attempt is closed in the registry before the next one starts; of the flow and the trainer the one that knows
@@ -57,8 +57,16 @@ class Servers(Protocol):
         """Restart what is dead; raises if that fails."""
         ...
 
+    def tend(self) -> str | None:
+        """Replace what died while the trainer runs, without waiting; how the last server died, if the trainer waits in vain."""
+        ...
+
     def death(self) -> str | None:
         """How a server died, with the end of its log; None: all live."""
+        ...
+
+    def serving(self, version: int) -> list[str]:
+        """URLs of the servers that hold policy `version`."""
         ...
 
     def config_fields(self) -> dict[str, Any]:
@@ -84,8 +92,14 @@ class NoServers:
     def ensure(self) -> None:
         return
 
+    def tend(self) -> str | None:
+        return None
+
     def death(self) -> str | None:
         return None
+
+    def serving(self, version: int) -> list[str]:
+        return []
 
     def config_fields(self) -> dict[str, Any]:
         return {}
@@ -233,9 +247,9 @@ def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
     shown = time.monotonic()
     while trainer.poll() is None:
         time.sleep(POLL_S)
-        if death := job.servers.death():
+        if gone := job.servers.tend():
             trainer.stop(SERVER_GONE_GRACE_S)
-            return Outcome("infrastructure", death)
+            return Outcome("infrastructure", gone)
         if _time_left(job) <= 0:
             trainer.stop()
             return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")

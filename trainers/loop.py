@@ -2,6 +2,7 @@
 
     source ─▶ step ─fetch─▶ rows of this rank ─▶ forward, loss, backward per micro-batch ─▶ clip ─▶ optimizer ─▶ committed
                                                                                          weight sync ─▶ synced ◀┘
+    while rank 0 waits for a step: servers that came or were started anew ─▶ every rank: weight sync to them
 
 Invariants the loop keeps:
 - a loss is divided by the whole step's counts and gradients are summed over ranks, so layout never changes the update;
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback, TrainingArguments
@@ -44,6 +45,7 @@ from trainers.weight_sync import WeightSync
 from trainers.window import MetricWindow, metric_names
 
 logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +223,12 @@ class TrainLoop:
         """This rank's part of step `index`, and on rank 0 what is said of it; asks for the step after it."""
         head: StepHead | None = None
 
-        def hand_over() -> tuple[StepTotals, float | None] | None:
+        def hand_over() -> tuple[StepTotals, float | None] | Literal["servers"] | None:
             nonlocal head
+            while not self.source.ready(index, self.version, LOOK_EVERY_S):
+                # Without a server that holds the weights there would never be a step.
+                if self.weight_sync is not None and self.weight_sync.wanting():
+                    return "servers"
             head = self.source.next_step(index, self.version)
             if head is None:
                 return None
@@ -233,7 +239,10 @@ class TrainLoop:
             epoch = head.metrics.get("epoch")
             return head.totals, epoch[0] / epoch[1] if epoch else None
 
-        told = self.ranks.rank_zero(hand_over)
+        while (told := self.ranks.rank_zero(hand_over)) == "servers":
+            assert self.weight_sync is not None, "servers without a weight sync"
+            self.weight_sync.admit(self.policy, self.version)
+            self._announce()
         return (None, None) if told is None else (Work(self._rows.fetch(index), *told), head)
 
     def _train(self, work: Work) -> float:
@@ -281,8 +290,14 @@ class TrainLoop:
             return
         for name, value in self.weight_sync.push(self.policy, self.version).items():
             self.bag.add(name, value)
+        self._announce()
         if self.ranks.is_main:
-            self.source.synced(self.version)
+            self.source.synced(self.version, self.weight_sync.served_as)
+
+    def _announce(self) -> None:
+        """Tell the source which servers hold the newest policy, if others do."""
+        if self.ranks.is_main and self.weight_sync is not None and (servers := self.weight_sync.news()) is not None:
+            self.source.servers(servers)
 
     def _account(self, step: StepHead | None, norm: float, seconds: float) -> None:
         """Rank 0: add the step's own metrics, times and rates to the bag; say which side limits."""

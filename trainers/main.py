@@ -112,7 +112,7 @@ class RunSink:
 
     def started(self, info: SourceInfo, resume_step: int) -> None:
         dataset = self.config.dataset
-        entry = {
+        entry: dict[str, Any] = {
             "source": dataset.path,
             "digest": info.fingerprint,
             "name": Path(dataset.path).name,
@@ -233,7 +233,9 @@ def train(payload: dict[str, Any]) -> int:
             sink = reporting.open(config) if ranks.is_main else None
             resume = ranks.rank_zero(lambda: latest_whole(config.output_dir))
             model = load_model(config, str(resume) if resume else None)
-            loop = session.build_loop(config, ranks, model=model, sink=sink, stored_config=fields, stop_requested=stop)
+            loop = session.build_loop(
+                config, ranks, model=model, sink=sink, stored_config=fields, stop_requested=stop, managed_servers=True
+            )
             result = loop.run(resume)
         except BaseException as error:
             reporting.failed(error)

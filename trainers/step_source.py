@@ -1,6 +1,6 @@
 """What the trainer loop asks of whatever produces optimizer steps. NumPy only.
 
-    trainer rank 0 ── request_step / next_step / fetch / committed / synced / snapshot ──▶ StepSource (the rollout process)
+    trainer rank 0 ── request_step / ready / next_step / fetch / committed / synced ──▶ StepSource (the rollout process)
     its other ranks ── fetch, through `rows_address` ──────────────────────────────────────┘
 
 A step's life: requested → planned (its samples leave the queue) → handed over: `next_step` says what it is and `fetch` gives
@@ -11,10 +11,12 @@ a resume.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainers.roster import Listed
 from trainers.types import PackedRow, StepHead
 
 STATE_FILE = "rollout_state.json"
@@ -53,6 +55,10 @@ class StepSource(Protocol):
         planned."""
         ...
 
+    def ready(self, index: int, train_version: int, timeout_s: float) -> bool:
+        """Whether `next_step` has an answer; waits for it up to `timeout_s`. Asks for the step if `request_step` did not."""
+        ...
+
     def next_step(self, index: int, train_version: int) -> StepHead | None:
         """Wait for step `index` (asking for it if `request_step` did not). None: the data is finished, now and for good."""
         ...
@@ -74,8 +80,17 @@ class StepSource(Protocol):
         """The optimizer step `index` is done: its samples are trained. Does not wait."""
         ...
 
-    def synced(self, version: int) -> None:
-        """The servers hold policy `version`; sources that do not generate ignore it. Does not wait."""
+    def synced(self, version: int, served_as: str | None = None) -> None:
+        """The servers hold policy `version`; sources that do not generate ignore it. Does not wait.
+
+        `served_as`: the adapter that requests of this version name. It stays for `max_staleness` further versions; what is still
+        generated with it then is to be given up. None: the served model itself, which changes under requests in flight.
+        """
+        ...
+
+    def servers(self, servers: Sequence[Listed]) -> None:
+        """These servers hold the policy of the last `synced` and answer; those no longer among them are not to be used. Sources
+        that do not generate ignore it. Does not wait."""
         ...
 
     def snapshot(self, directory: Path) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() ->
         ({"servers": {"student": {"env": {"HF_TOKEN": "hf_abc"}}}}, r"write \$\{oc.env:HF_TOKEN\}"),
         ({"servers": {"student": {"url": "localhost:1"}}}, "starts with http"),
         ({"servers": {"student": {"gpus": 1, "tensor_parallel_size": 2}}}, "fewer than tensor_parallel_size"),
+        (
+            {"servers": {"student": {"gpus": 3, "tensor_parallel_size": 2, "extra_args": ["--data-parallel-size", "2"]}}},
+            "gpus=3 is fewer than tensor_parallel_size=2 × --data-parallel-size 2",
+        ),
+        ({"servers": {"student": {"url": []}}}, "the list of servers is empty"),
+        ({"servers": {"student": {"url": ["http://a", "b:1"]}}}, "starts with http"),
+        ({"servers": {"student": {"url": ["http://a", "http://a/"]}}}, "http://a is named twice"),
+        ({"servers": {"student": {"url": "http://a", "count": 2}}}, "count=2 is for servers that the run starts"),
         ({"trainer": {"ranks": 2, "gpus": 1}}, "each rank takes one GPU"),
         ({"tracking": {"uri": "http://me:secret@host"}}, "leave the password out"),
         ({"name": "a/b"}, "a run's name has letters"),
@@ -65,6 +73,15 @@ def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() ->
 def test_refusals_say_what_to_write_instead(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         grpo(**fields)
+
+
+def test_one_server_or_several_and_the_devices_of_each() -> None:
+    assert grpo(servers={"student": {"url": "http://a/"}}).servers.student.urls == ["http://a"]
+    assert grpo(servers={"student": {"url": ["http://a", "${oc.env:B}"]}}).servers.student.urls == ["http://a", "${oc.env:B}"]
+    assert grpo().servers.student.urls == []
+    for arguments in (["--data-parallel-size", "3"], ["--x", "--data-parallel-size=3"], ["-dp", "3", "--y"]):
+        student = grpo(servers={"student": {"tensor_parallel_size": 2, "extra_args": arguments}}).servers.student
+        assert student.gpus_needed == 6
 
 
 def test_sft_has_no_servers() -> None:
@@ -81,6 +98,9 @@ def test_local_paths_become_absolute_and_hub_ids_stay(tmp_path: Path, monkeypatc
         dataset={"path": "d.jsonl"},
         eval={"dataset": {"path": "org/hub-set"}, "reward_func": "r.py:score"},
         reward_funcs=["r.py:score", "pkg.mod:f"],
+        tools=["t.py:tool", "pkg.mod:tool"],
+        environment_factory={"path": "e.py:Game", "kwargs": {"highest": 3}},
+        loop_cls="l.py:Loop",
         storage={"uri": "out"},
     )
     done = absolute_paths(config)
@@ -91,6 +111,9 @@ def test_local_paths_become_absolute_and_hub_ids_stay(tmp_path: Path, monkeypatc
     )
     assert done.eval is not None and done.eval.dataset.path == "org/hub-set"
     assert [spec.path for spec in done.reward_funcs] == [f"{tmp_path / 'r.py'}:score", "pkg.mod:f"]
+    assert [spec.path for spec in done.tools] == [f"{tmp_path / 't.py'}:tool", "pkg.mod:tool"]
+    assert done.environment_factory is not None and done.environment_factory.path == f"{tmp_path / 'e.py'}:Game"
+    assert done.loop_cls is not None and done.loop_cls.path == f"{tmp_path / 'l.py'}:Loop"
     assert done.eval.reward_func is not None and done.eval.reward_func.path == f"{tmp_path / 'r.py'}:score"
     assert absolute_paths(done) == done
 

@@ -35,7 +35,7 @@ exec(plan[run["attempt"] - 1])
 
 
 class OneServer(NoServers):
-    """A server that dies when told to, and comes back when asked."""
+    """A server that dies when told to, is not replaced while the trainer runs, and comes back when asked."""
 
     def __init__(self) -> None:
         self.dead, self.starts = False, 0
@@ -43,6 +43,9 @@ class OneServer(NoServers):
     def ensure(self) -> None:
         if self.dead or not self.starts:
             self.dead, self.starts = False, self.starts + 1
+
+    def tend(self) -> str | None:
+        return self.death()
 
     def death(self) -> str | None:
         return "vLLM server student died: killed by SIGKILL\nits log" if self.dead else None
@@ -154,7 +157,7 @@ def test_a_trainer_that_tells_nothing_is_judged_by_its_log(job: Make) -> None:
     assert "ImportError: no module named x" in str(caught.value)
 
 
-def test_a_dead_server_stops_the_trainer_and_both_start_anew(job: Make, tmp_path: Path) -> None:
+def test_without_a_server_left_the_trainer_is_stopped_and_all_start_anew(job: Make, tmp_path: Path) -> None:
     servers, started = OneServer(), tmp_path / "started"
     made = job(f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)", "sys.exit(0)", servers=servers)
     pids: list[tuple[int, float]] = []

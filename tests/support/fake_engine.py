@@ -69,8 +69,10 @@ class FakeSource:
 
     async def open(self) -> None: ...
 
-    def synced(self, version: int) -> None:
+    def synced(self, version: int, served_as: str | None = None) -> None:
         self.version = version
+
+    def servers(self, servers: Sequence[tuple[str, str]]) -> None: ...
 
     async def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]:
         feeder = asyncio.create_task(self._feed(prompts))

@@ -58,6 +58,7 @@ class FakeSource:
     closed: bool = False
     ranks: int = 1
     open_request: int | None = None
+    not_ready: int = 0  # how often `ready` says no before it says yes for good
     rows_address: str | None = None
     held: dict[int, Step] = field(default_factory=dict)
 
@@ -73,6 +74,10 @@ class FakeSource:
         assert self.open_request is None, f"step {self.open_request} is still open"
         self.open_request = index
         self.calls.append(("request", index, train_version))
+
+    def ready(self, index: int, train_version: int, timeout_s: float) -> bool:
+        self.not_ready -= 1
+        return self.not_ready < 0
 
     def next_step(self, index: int, train_version: int) -> StepHead | None:
         self.calls.append(("next", index, train_version))
@@ -100,8 +105,11 @@ class FakeSource:
         del self.held[index]
         self.calls.append(("committed", index))
 
-    def synced(self, version: int) -> None:
+    def synced(self, version: int, served_as: str | None = None) -> None:
         self.calls.append(("synced", version))
+
+    def servers(self, servers: Any) -> None:
+        self.calls.append(("servers", [server.url for server in servers]))
 
     def snapshot(self, directory: Path) -> dict[str, Any]:
         state = {"done": self.done}

@@ -16,6 +16,7 @@ from trainers.algorithms.grpo import GRPO
 from trainers.errors import ConfigError, DivergenceError, RolloutProcessDied
 from trainers.loop import TrainLoop
 from trainers.metrics import spec_of
+from trainers.roster import Listed
 
 
 class Sink:
@@ -51,6 +52,20 @@ class FakeSync:
         self.versions: list[int] = []
         self.first: list[float] = []
         self.closed = False
+        self.waits: list[bool] = []  # answers of `wanting`
+        self.admitted: list[int] = []
+        self.told: list[list[Listed]] = []
+
+    def wanting(self):
+        return self.waits.pop(0) if self.waits else False
+
+    def admit(self, policy, version):
+        self.admitted.append(version)
+
+    def news(self):
+        return self.told.pop(0) if self.told else None
+
+    served_as = None
 
     def push(self, policy, version):
         self.versions.append(version)
@@ -105,6 +120,24 @@ def test_without_max_steps_the_run_ends_with_the_data_and_saves_once(tmp_path):
         ("started", 0),
         ("commit", 5),
         ("checkpoint", 5),
+    ]
+
+
+def test_servers_that_come_while_it_waits_get_the_weights_and_the_source_is_told(tmp_path):
+    source, sync = FakeSource(), FakeSync()
+    sync.told = [None, [Listed("a", "http://a")], None, [Listed("b", "http://b")]]  # type: ignore[list-item]
+    source.not_ready, sync.waits = 4, [False, True, False, True]
+    make_loop(tmp_path, source, max_steps=1, weight_sync=sync).run()
+    assert sync.admitted == [0, 0] and sync.versions == [0, 1]
+    calls = [call for call in source.calls if call[0] != "snapshot"]
+    assert calls == [
+        ("start", 0, 0),
+        ("synced", 0),
+        ("servers", ["http://a"]),
+        ("next", 1, 0),
+        ("committed", 1),
+        ("servers", ["http://b"]),
+        ("synced", 1),
     ]
 
 

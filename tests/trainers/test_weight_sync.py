@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.fake_control_plane import FakeControlPlane
+from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_model, build_tokenizer
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
@@ -31,16 +31,6 @@ CYCLE = ["pause", "start", "update", "finish", "resume"]
 def folder_of(sync: ServerSync) -> Path:
     assert isinstance(sync.way, SharedStorage) and sync.way.files.directory is not None
     return sync.way.files.directory
-
-
-def served_logprobs(weights: dict[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
-    """What a server with these weights answers: a plain transformers model's logprobs."""
-    model = build_model(seed=99)
-    model.load_state_dict(weights, strict=False)
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    with torch.no_grad():
-        scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
-    return scores.gather(-1, ids[0, 1:, None])[:, 0].double().numpy()
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +84,9 @@ def test_a_second_failure_fails_the_step_with_the_servers_words_and_leaves_nothi
     sync, plane = make_sync(tmp_path, fail={call: ["first", "disk on fire"]})
     with pytest.raises(WeightSyncError, match="twice: disk on fire"):
         sync.push(tiny_policy(), 1)
-    assert plane.version == "default" and not plane.paused and plane.calls[-1] == "resume"
+    assert plane.version == "default" and not plane.paused
+    # It is up, so the fault is not one that waiting for a replacement could mend.
+    assert plane.calls[-3:] == ["resume", "health", "version"]
     assert not list(folder_of(sync).iterdir())
 
 

@@ -92,6 +92,9 @@ async def build_engine(
                 config.vllm_server_timeout,
                 concurrency_cap(config, world_size),
                 on_retry=lambda cause: metrics.add("rollout/vllm_retry_total", 1),
+                # Waiting for a server has a limit of its own.
+                on_outage=lambda: holder[0].progress(),
+                unreachable_s=config.vllm_server_timeout,
                 form=SamplingForm.of(config, algorithm.sampler_needs()),
             ),
             conversations=parts.conversations(config, lambda: holder[0].progress()),

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +137,15 @@ class StepEngine:
         self._steps.committed(index)
         self._touch()
 
-    def synced(self, version: int) -> None:
+    def synced(self, version: int, served_as: str | None = None) -> None:
         if self.algorithm.generates:
             self._version = version
-            self.source.synced(version)
+            self.source.synced(version, served_as)
+        self._touch()
+
+    def servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """The servers that hold the newest policy: see `RolloutSource.servers`."""
+        self.source.servers(servers)
         self._touch()
 
     def drain_rows(self) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@
 Invariants:
 - a prompt taken from `prompts` gives exactly one group or one `Dropped`;
 - at most `cap` rollouts generate at once (one group always may); scoring does not count: a slow judge never stops generation;
-- nothing a single rollout does ends the loop: it fails, is counted, and its group goes on if two remain.
+- nothing a single rollout does ends the loop: it fails, is counted, and its group goes on if two remain;
+- where a policy version is an adapter, all turns of a group use the one it began with; once that leaves the window, they are
+  given up, and the group counts as stale.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from trainers.types import Message, Prompt, Rollout, RolloutGroup, TurnRecord
 
 _REQUEST: contextvars.ContextVar[GenerationRequest] = contextvars.ContextVar("request of this rollout")
 _LEASE: contextvars.ContextVar[Lease] = contextvars.ContextVar("server of this rollout")
+_ADAPTER: contextvars.ContextVar[tuple[int, str] | None] = contextvars.ContextVar("adapter of this rollout", default=None)
 
 
 class AsyncRolloutLoop:
@@ -74,6 +77,8 @@ class AsyncRolloutLoop:
         self._next_seed, self._progress = next_seed, progress
         self._failures = FailureWindow(settings.max_rollout_failure_frac)
         self._version = 0
+        self._served_as: str | None = None  # the adapter of that version
+        self._begun: dict[asyncio.Timeout, int] = {}  # groups that use an adapter, and its version
         self._generating: dict[Lease, float] = {}  # monotonic start
 
     # Hooks
@@ -125,13 +130,15 @@ class AsyncRolloutLoop:
                 "too_long", f"{len(prompt_ids)} tokens leave no room in max_model_len {self.max_sequence_tokens}"
             )
         began_s = time.time()
+        adapter = _ADAPTER.get()
         turn = await self._pool.turn(
             prompt_ids,
             lease=_LEASE.get(),
             temperature=request.temperature,
             max_tokens=min(request.max_tokens if max_tokens is None else max_tokens, room),
             seed=self._next_seed(),
-            version=lambda: self._version,
+            version=lambda: adapter[0] if adapter is not None else self._version,
+            adapter=adapter[1] if adapter is not None else None,
         )
         turn.began_s, turn.ended_s = began_s, time.time()
         self._progress()
@@ -146,8 +153,14 @@ class AsyncRolloutLoop:
         if inspect.isawaitable(outcome):
             await outcome
 
-    def synced(self, version: int) -> None:
-        self._version = version
+    def synced(self, version: int, served_as: str | None = None) -> None:
+        self._version, self._served_as = version, served_as
+        for scope, begun in self._begun.items():
+            if begun < version - self._settings.max_staleness and not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    def servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        self._pool.members(servers)
 
     async def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]:
         ready: asyncio.Queue[RolloutGroup | Dropped | BaseException | None] = asyncio.Queue()
@@ -198,9 +211,10 @@ class AsyncRolloutLoop:
         self, prompt: Prompt, requests: list[GenerationRequest], leases: list[Lease], ready: asyncio.Queue
     ) -> None:
         try:
-            rollouts = await asyncio.gather(
-                *(self._rollout(prompt, request, lease) for request, lease in zip(requests, leases, strict=True))
-            )
+            rollouts = await self._generated(prompt, requests, leases)
+            if rollouts is None:
+                ready.put_nowait(Dropped(prompt, "stale"))
+                return
             group = RolloutGroup(prompt, [rollout for rollout in rollouts if rollout.failed is None])
             await self._scorer.score(group)
             for rollout in rollouts:
@@ -214,6 +228,22 @@ class AsyncRolloutLoop:
             ready.put_nowait(group)
         except Exception as error:  # a fault in a hook or here: the run ends with it
             ready.put_nowait(error)
+
+    async def _generated(self, prompt: Prompt, requests: list[GenerationRequest], leases: list[Lease]) -> list[Rollout] | None:
+        """A rollout per request; None: the adapter they began with left the window before they were done."""
+        _ADAPTER.set(None if self._served_as is None else (self._version, self._served_as))
+        work = [self._rollout(prompt, request, lease) for request, lease in zip(requests, leases, strict=True)]
+        if self._served_as is None:
+            return await asyncio.gather(*work)
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._begun[scope] = self._version
+                try:
+                    return await asyncio.gather(*work)
+                finally:
+                    del self._begun[scope]
+        except TimeoutError:
+            return None
 
     async def _rollout(self, prompt: Prompt, request: GenerationRequest, lease: Lease) -> Rollout:
         _REQUEST.set(request)

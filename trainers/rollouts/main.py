@@ -1,6 +1,6 @@
 """The rollout process: `python -m trainers.rollouts.main --fd N CONFIG.json [PAYLOAD]`.
 
-    trainer rank 0 ══ socket pair ══▶ start, request, waiting, committed, synced, snapshot, close
+    trainer rank 0 ══ socket pair ══▶ start, request, waiting, committed, servers, synced, snapshot, close
                    ◀═════════════════ info, step, snapshot, error, alive (every 2 s)
     every rank     ══ Unix socket ═══▶ its own rows of a step (`rows.RowServer`)
 
@@ -94,7 +94,9 @@ class Server:
             self._rows.committed(fields["index"])
             engine.committed(fields["index"])
         elif message.type == "synced":
-            engine.synced(fields["version"])
+            engine.synced(fields["version"], fields["served_as"])
+        elif message.type == "servers":
+            engine.servers([(server["name"], server["url"]) for server in fields["servers"]])
         elif message.type == "snapshot":
             state, arrays = engine.snapshot()
             await asyncio.to_thread(write_snapshot, Path(fields["directory"]), state, arrays)

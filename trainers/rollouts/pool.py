@@ -5,12 +5,14 @@
                      └──── the lease moves ◀─────────┘ to another usable server, else the same after a pause
 
     every few seconds, each server: /metrics ─▶ its cap;  a server that failed: /health and its weights ─▶ usable again
+    trainer: `members` ─▶ new ones connected, those no longer listed left at once
 
 Invariants:
 - a conversation's turns stay on its server (prefix cache) as long as that server is usable;
-- a request has one time budget for all its tries and pauses; nothing below the pool retries;
+- a request has one time budget for all its tries and pauses; nothing below the pool retries; time without any server is not
+  counted, for a replacement may take longer to start than a request may take;
 - a server whose weights are older than those it confirmed gets no request until it holds newer ones;
-- no usable server left: `ServerError`, at once if all have wrong weights, else after `unreachable_s`.
+- no usable server for `unreachable_s`: `ServerError`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import aiohttp
 import numpy as np
 
 from trainers.errors import ServerCapabilityError, ServerError
-from trainers.rollouts.client import GenerateClient
+from trainers.rollouts.client import GenerateClient, ServerFacts
 from trainers.rollouts.concurrency import AdaptiveCap
 from trainers.rollouts.protocol import PLAIN, RequestFailed, Retryable, SamplingForm
 from trainers.rollouts.student_server import StudentServer
@@ -63,8 +65,9 @@ class ServerPool:
             an answer that was lost leaves time for another.
         ceiling: most rollouts in flight on all servers together.
         on_retry: called once for every request that is sent again, with the cause.
+        on_outage: called again and again while a request waits because no server is there.
         form: what every request asks for beside its own temperature, length and seed.
-        unreachable_s: seconds without a usable server after which the run's servers count as gone.
+        unreachable_s: seconds without a server that is up with the right weights, after which the run's servers count as gone.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class ServerPool:
         ceiling: int,
         *,
         on_retry: Callable[[str], None] = lambda cause: None,
+        on_outage: Callable[[], None] = lambda: None,
         form: SamplingForm = PLAIN,
         first_pause_s: float = 0.5,
         unreachable_s: float = UNREACHABLE_S,
@@ -84,12 +88,19 @@ class ServerPool:
             StudentServer(f"student-{index}", GenerateClient(url, form), AdaptiveCap(ceiling, None, 1))
             for index, url in enumerate(urls)
         ]
-        self._budget_s, self._ceiling, self._on_retry = budget_s, ceiling, on_retry
+        self._budget_s, self._ceiling, self._form = budget_s, ceiling, form
+        self._on_retry, self._on_outage = on_retry, on_outage
         self._first_pause_s, self._unreachable_s, self._look_every_s = first_pause_s, unreachable_s, look_every_s
-        self._held: int | None = None  # the version asked for by the newest request
+        self._held: int | None = None  # the version asked for by the newest request, of adapters the newest asked for
+        self._adapter: str | None = None  # which it is, where it is one
         self._last_error: str | None = None
         self._jitter = random.Random(0)
-        self._looks: list[asyncio.Task[None]] = []
+        self._shortest = 1  # max_model_len that every server must have
+        self._back = asyncio.Event()  # set when a server is usable again, or new
+        self._looks: dict[StudentServer, asyncio.Task[None]] = {}
+        self._wanted: dict[str, str] = {}  # URL → name, as last told
+        self._joining: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def open(self, wait_s: float) -> PoolFacts:
         """Connect to every server, waiting up to `wait_s` for them, and begin to look at them.
@@ -98,20 +109,80 @@ class ServerPool:
             ServerError: one does not answer, or refuses the key.
         """
         facts = await asyncio.gather(*(server.client.open(wait_s) for server in self._servers))
-        shortest = min(fact.max_model_len for fact in facts)
-        for server, fact in zip(self._servers, facts, strict=True):
-            server.cap = AdaptiveCap(self._ceiling, fact.load.kv_tokens if fact.load else None, shortest)
-            server.note_load(fact.load)
+        shortest = self._shortest = min(fact.max_model_len for fact in facts)
         if len({fact.max_model_len for fact in facts}) > 1:
             logger.warning("the servers' max_model_len differ, the least is used: %s", [fact.max_model_len for fact in facts])
-        self._looks = [asyncio.create_task(self._look_at(server)) for server in self._servers]
+        for server, fact in zip(self._servers, facts, strict=True):
+            self._begin(server, fact)
         return PoolFacts(shortest)
 
+    def _begin(self, server: StudentServer, facts: ServerFacts) -> None:
+        server.cap = AdaptiveCap(self._ceiling, facts.load.kv_tokens if facts.load else None, self._shortest)
+        server.note_load(facts.load)
+        self._looks[server] = asyncio.create_task(self._look_at(server))
+
     async def close(self) -> None:
-        for task in self._looks:
+        tasks = [*self._looks.values(), *self._joining.values(), *self._leaving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._looks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(server.client.close() for server in self._servers))
+
+    # Members
+
+    def members(self, servers: Sequence[tuple[str, str]]) -> None:
+        """The servers from now on, as (name, URL); at least one. A new one holds the current weights and gets requests once it
+        is connected. The requests of one that is no longer listed go elsewhere at once."""
+        self._wanted = {url: name for name, url in servers}
+        for url in self._joining.keys() - self._wanted.keys():
+            self._joining.pop(url).cancel()
+        known = {server.client.base_url for server in self._servers} | self._joining.keys()
+        for url, name in self._wanted.items():
+            if url not in known:
+                self._joining[url] = asyncio.create_task(self._join(name, url))
+        self._drop_unlisted()
+
+    def _drop_unlisted(self) -> None:
+        """Unless none would be left: then when the first new one is connected."""
+        if any(server.client.base_url in self._wanted for server in self._servers):
+            for server in [server for server in self._servers if server.client.base_url not in self._wanted]:
+                self._leave(server)
+
+    def _leave(self, server: StudentServer) -> None:
+        logger.info("%s (%s) is no longer one of the servers", server.name, server.client.base_url)
+        self._servers.remove(server)
+        server.removed = True
+        self._looks.pop(server).cancel()
+        server.abort_attempts()
+        closing = asyncio.create_task(server.client.close())
+        self._leaving.add(closing)
+        closing.add_done_callback(self._leaving.discard)
+        self._changed_members()
+
+    async def _join(self, name: str, url: str) -> None:
+        client = GenerateClient(url, self._form)
+        try:
+            while True:
+                try:
+                    facts = await client.open(self._unreachable_s)
+                    break
+                except ServerError as error:
+                    logger.warning("%s does not join yet: %s", name, error)
+                    await client.close()
+        except BaseException:
+            await client.close()
+            raise
+        self._joining.pop(url, None)
+        server = StudentServer(name, client, AdaptiveCap(self._ceiling, None, 1))
+        self._servers.append(server)
+        self._begin(server, facts)
+        logger.info("%s (%s) is one of the servers now", name, url)
+        self._drop_unlisted()
+        self._changed_members()
+
+    def _changed_members(self) -> None:
+        self._back.set()
+        self.changed.set()
 
     # Room
 
@@ -155,9 +226,10 @@ class ServerPool:
         max_tokens: int,
         seed: int,
         version: Callable[[], int | None],
+        adapter: str | None = None,
     ) -> TurnRecord:
         """Generate one turn. `version` gives the policy version the servers hold now; it is asked at every try.
-        None: whatever weights they hold, under version 0 (evaluation).
+        None: whatever weights they hold, under version 0 (evaluation). `adapter`: which one this version is, where it is one.
 
         Raises:
             RequestFailed: refused, or out of budget.
@@ -168,12 +240,14 @@ class ServerPool:
         failed: set[StudentServer] = set()  # since the last pause
         while True:
             if not lease.server.usable:
-                await self._find_another(lease, deadline)
-            server, self._held = lease.server, version()
+                deadline += await self._find_another(lease)
+            server, wanted = lease.server, version()
+            if adapter is None or self._held is None or wanted is None or wanted >= self._held:
+                self._held, self._adapter = wanted, adapter
             limit_s = min(deadline - time.monotonic(), self._budget_s / 2)
             try:
                 turn = await server.attempt(
-                    limit_s, prompt_ids, temperature=temperature, max_tokens=max_tokens, seed=seed, version=self._held
+                    limit_s, prompt_ids, temperature=temperature, max_tokens=max_tokens, seed=seed, version=wanted, adapter=adapter
                 )
                 self._last_error = None
                 return turn
@@ -200,19 +274,19 @@ class ServerPool:
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
                 failed.clear()
 
-    async def _find_another(self, lease: Lease, deadline: float) -> None:
-        """Move to the best server that is not down. While all are, they are looked at and not tried."""
+    async def _find_another(self, lease: Lease) -> float:
+        """Move to the best server that is up with the right weights; seconds that none was. They are looked at, not tried."""
+        began = time.monotonic()
         while True:
             self._require_a_server()
             self._move(lease, self._least_loaded())
-            if lease.server.down_since is None:
-                return
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise RequestFailed("connection", f"{self.describe()} for the whole of the request's time")
+            if lease.server.lost_since is None:
+                return time.monotonic() - began
+            self._on_outage()
+            self._back.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
-                    await lease.server.back.wait()
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._back.wait()
 
     def _move(self, lease: Lease, server: StudentServer) -> None:
         lease.server.rollouts -= 1
@@ -220,10 +294,8 @@ class ServerPool:
         server.rollouts += 1
 
     def _least_loaded(self) -> StudentServer:
-        """Of the usable servers; where there is none, of those that may become usable again, one that is not down first."""
-        waited_for = [server for server in self._servers if server.old_weights is None]
-        choice = self._usable() or waited_for or self._servers
-        return min(choice, key=lambda server: (server.down_since is not None, server.fullness))
+        """Of the usable servers; where there is none, one that only rests first."""
+        return min(self._usable() or self._servers, key=lambda server: (server.lost_since is not None, server.fullness))
 
     def _usable(self) -> list[StudentServer]:
         return [server for server in self._servers if server.usable]
@@ -232,19 +304,16 @@ class ServerPool:
 
     def _require_a_server(self) -> None:
         """Raises `ServerError` when there is none left to wait for."""
-        troubles = [server.trouble for server in self._servers]
-        if all(server.old_weights is not None for server in self._servers):
-            raise ServerError("; ".join(troubles))
-        down = [server.down_since for server in self._servers if server.old_weights is None]
-        since = max((moment for moment in down if moment is not None), default=0.0)
-        if None not in down and time.monotonic() - since > self._unreachable_s:
-            raise ServerError("; ".join(troubles) + f" (last error: {self._last_error})")
+        lost = [server.lost_since for server in self._servers]
+        newest = max((moment for moment in lost if moment is not None), default=0.0)
+        if None not in lost and time.monotonic() - newest > self._unreachable_s:
+            troubles = "; ".join(server.trouble for server in self._servers)
+            raise ServerError(f"{troubles} (last error: {self._last_error})")
 
     def _set_aside(self, server: StudentServer, why: str) -> None:
         if server.old_weights is None:
-            server.old_weights = why
-            if self._usable():
-                logger.warning("%s gets no more requests until its weights are right: %s", server.name, why)
+            server.old_weights, server.old_since = why, time.monotonic()
+            logger.warning("%s gets no more requests until its weights are right: %s", server.name, why)
 
     async def _look_at(self, server: StudentServer) -> None:
         """Follow one server for as long as the pool is open."""
@@ -276,13 +345,15 @@ class ServerPool:
             return
         if not await server.client.healthy():
             return
-        version = await server.client.weight_version()
+        version = await server.client.weight_version(self._adapter)
         if version is not None and self._held is not None and not (version.isdecimal() and int(version) >= self._held):
             self._set_aside(server, f"it serves weights {version!r} although it should hold version {self._held}")
         elif server.old_weights is None or version is not None:
             logger.info("%s is back", server.name)
             server.old_weights = None
         server.answered()
+        if server.usable:
+            self._back.set()
 
     # For messages and metrics
 

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ from trainers.packing import head_from_wire
 from trainers.rollouts.channel import Channel, Message
 from trainers.rollouts.payload import Payload, write_payload
 from trainers.rollouts.rows import RowClient, socket_folder
+from trainers.roster import Listed
 from trainers.step_source import SourceInfo
 from trainers.types import PackedRow, StepHead
 
@@ -96,6 +98,8 @@ class RolloutProcess:
         self._rows: list[dict[str, Any]] = []
         self._doing = "starting"
         self._early: Message | None = None
+        self._waiting = False
+        self._silent_s = 0.0  # waited for it since its last message
 
     @property
     def pid(self) -> int | None:
@@ -130,7 +134,7 @@ class RolloutProcess:
             resume_step=resume_step,
             rows=str(self._rows_path),
         )
-        info = SourceInfo(**self._receive("info").fields)
+        info = SourceInfo(**self._received("info").fields)
         self._row_client = RowClient(str(self._rows_path), self._config.rollout_worker_timeout)
         return info
 
@@ -139,13 +143,24 @@ class RolloutProcess:
         self._requested = (index, train_version)
         self._send("request", index=index, train_version=train_version)
 
-    def next_step(self, index: int, train_version: int) -> StepHead | None:
+    def ready(self, index: int, train_version: int, timeout_s: float) -> bool:
+        self._wait_for(index, train_version)
+        self._early = self._early or self._receive("step", timeout_s)
+        return self._early is not None
+
+    def _wait_for(self, index: int, train_version: int) -> None:
+        """From now on the process must make progress towards this step."""
         if self._requested is None:
             self.request_step(index, train_version)
         assert self._requested == (index, train_version), f"open request {self._requested}, asked for {(index, train_version)}"
-        self._send("waiting")
-        message = self._receive("step")
-        self._requested = None
+        if not self._waiting:
+            self._send("waiting")
+            self._waiting = True
+
+    def next_step(self, index: int, train_version: int) -> StepHead | None:
+        self._wait_for(index, train_version)
+        message = self._received("step")
+        self._requested, self._waiting = None, False
         self._rows += [{"step": index, **row} for row in message.fields["rows"]]
         fields = message.fields["step"]
         return None if fields is None else head_from_wire(fields)
@@ -172,12 +187,15 @@ class RolloutProcess:
     def committed(self, index: int) -> None:
         self._send("committed", index=index)
 
-    def synced(self, version: int) -> None:
-        self._send("synced", version=version)
+    def synced(self, version: int, served_as: str | None = None) -> None:
+        self._send("synced", version=version, served_as=served_as)
+
+    def servers(self, servers: Sequence[Listed]) -> None:
+        self._send("servers", servers=[{"name": server.name, "url": server.url} for server in servers])
 
     def snapshot(self, directory: Path) -> dict[str, Any]:
         self._send("snapshot", directory=str(directory.resolve()))
-        return self._receive("snapshot").fields["state"]
+        return self._received("snapshot").fields["state"]
 
     def drain_rollouts(self) -> list[dict[str, Any]]:
         rows, self._rows = self._rows, []
@@ -222,21 +240,28 @@ class RolloutProcess:
             pass
         raise self._died()
 
-    def _receive(self, kind: str) -> Message:
+    def _received(self, kind: str) -> Message:
         """The next message of this kind. A step that arrives while a snapshot is awaited is kept for `next_step`."""
-        assert self._channel is not None and self._process is not None
         if kind == "step" and self._early is not None:
             message, self._early = self._early, None
             return message
-        heard = time.monotonic()
-        while True:
-            if not self._channel.wait(_POLL_S):
+        message = self._receive(kind)
+        assert message is not None, "waited without end and got nothing"
+        return message
+
+    def _receive(self, kind: str, timeout_s: float = math.inf) -> Message | None:
+        """The next message of this kind; None: none came within `timeout_s`."""
+        assert self._channel is not None and self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            wait_s = min(_POLL_S, left_s)
+            if not self._channel.wait(wait_s):
                 if self._process.poll() is not None and not self._channel.wait(0):
                     raise self._died()
-                silent_s = time.monotonic() - heard
+                self._silent_s += wait_s
                 limit_s = self._config.rollout_worker_timeout
-                if silent_s > (max(limit_s, _START_S) if kind == "info" else limit_s):
-                    raise self._silent(silent_s)
+                if self._silent_s > (max(limit_s, _START_S) if kind == "info" else limit_s):
+                    raise self._silent(self._silent_s)
                 continue
             try:
                 message = self._channel.recv()
@@ -244,7 +269,7 @@ class RolloutProcess:
                 raise self._died() from None
             except TimeoutError:
                 raise self._silent(self._config.rollout_worker_timeout) from None
-            heard = time.monotonic()
+            self._silent_s = 0.0
             self._check(message)
             if message.type == kind:
                 return message
@@ -254,6 +279,7 @@ class RolloutProcess:
                 if kind == "info" and message.fields["doing"] != self._doing:
                     logger.info("the rollout process starts: %s", message.fields["doing"])
                 self._doing = message.fields["doing"]
+        return None
 
     def _check(self, message: Message) -> None:
         if message.type != "error":

@@ -9,7 +9,7 @@ Every prompt taken gives exactly one of the two, in any order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,8 +37,12 @@ class RolloutSource(Protocol):
         """Connect to what is needed. Raises `ServerError` or `ConfigError`."""
         ...
 
-    def synced(self, version: int) -> None:
-        """The servers hold policy `version` from now on."""
+    def synced(self, version: int, served_as: str | None = None) -> None:
+        """The servers hold policy `version` from now on; `served_as`: see `StepSource.synced`."""
+        ...
+
+    def servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """The servers that hold the newest policy, as (name, URL): some may be new, some gone."""
         ...
 
     def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]: ...
@@ -64,8 +68,11 @@ class RecordedSource:
     async def open(self) -> None:
         """Nothing to connect to."""
 
-    def synced(self, version: int) -> None:
+    def synced(self, version: int, served_as: str | None = None) -> None:
         """Recorded rows have no version."""
+
+    def servers(self, servers: Sequence[tuple[str, str]]) -> None:
+        """Recorded rows come from no server."""
 
     async def groups(self, prompts: AsyncIterator[Prompt]) -> AsyncIterator[RolloutGroup | Dropped]:
         async for prompt in prompts:

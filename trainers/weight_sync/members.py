@@ -1,7 +1,8 @@
 """The servers of a run as members of one group: who is in, who left, who came back.
 
-    asked at every sync:  out and healthy again ─▶ facts ─▶ in, to be sent everything
-                          in ─▶ failed twice ─▶ out if others remain, else the sync fails
+    asked at every sync:  out and healthy again, or new ─▶ facts ─▶ in, to be sent everything
+                          in ─▶ failed twice ─▶ out if others remain
+                          no longer listed ─▶ forgotten
 
 A member that is out keeps its old version, so the rollout side gives it no requests; what comes back gets the current weights
 before it is counted in.
@@ -10,6 +11,7 @@ before it is counted in.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,10 +19,13 @@ from typing import Any, TypeVar
 
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.inference import InferenceEngine
+from trainers.roster import Listed
 from trainers.server import ServerFacts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+GATHER_EVERY_S = 0.5
+RETRY_S = 30.0
 
 
 @dataclass(eq=False)
@@ -28,6 +33,7 @@ class Member:
     """What the trainer knows of a server. All but `client` is forgotten when a call to it fails: it may be another process."""
 
     client: InferenceEngine
+    name: str = ""
     facts: ServerFacts | None = None  # None: not in the group
     layouts: set[str] = field(default_factory=set)  # ids of those it was told of
     channel: str | None = None  # the folder, memory or process group it was told of last
@@ -35,6 +41,11 @@ class Member:
     version: str | None = None  # that it took last
     mirrors: str | None = None  # the update that sparse ones may build on
     reported: bool = False  # that it is out was logged
+    updates: int = 0  # it took since it came in
+    joined: bool = False  # it held the policy's weights once, so rollouts may know of it
+    why: str = ""  # it is out
+    refused: str | None = None  # why it is not asked again
+    retry_at: float = 0.0  # monotonic; until then nobody waits for it to come in
 
     @property
     def workers(self) -> list[dict[str, Any]]:
@@ -43,48 +54,85 @@ class Member:
 
     def forget(self) -> None:
         self.layouts.clear()
-        self.channel, self.complete, self.version, self.mirrors = None, False, None, None
+        self.channel, self.complete, self.version, self.mirrors, self.updates = None, False, None, None, 0
 
 
 class Members:
     """`clients`: every server of the run, in the group or not."""
 
     def __init__(self, clients: Iterable[InferenceEngine]) -> None:
-        self.all = [Member(client) for client in clients]
+        self.all = [Member(client, f"student-{index}") for index, client in enumerate(clients)]
+        self.begun = False  # all of the first servers were there
 
     @property
     def inside(self) -> list[Member]:
         return [member for member in self.all if member.facts is not None]
 
-    def gather(self, look: Callable[[InferenceEngine], ServerFacts]) -> list[Member]:
+    def become(self, servers: Sequence[Listed], connect: Callable[[str], InferenceEngine]) -> tuple[list[Member], list[Member]]:
+        """These are the run's servers from now on; who is new, and who is gone."""
+        known = {member.client.url: member for member in self.all}
+        before, self.all = self.all, []
+        for server in servers:
+            member = known.get(server.url) or Member(connect(server.url))
+            member.name = server.name
+            self.all.append(member)
+        return [m for m in self.all if m not in before], [m for m in before if m not in self.all]
+
+    def gather(
+        self,
+        look: Callable[[InferenceEngine], ServerFacts],
+        patience_s: float = 0.0,
+        refresh: Callable[[], None] = lambda: None,
+    ) -> list[Member]:
         """Take in whoever answers; returns who came. `look` raises `ServerError` for a server that is not there (yet).
 
-        At the first call every server must be there; later only one of them.
+        At the first call every server must be there, later one of them: it is waited for. `refresh` brings `all` up to date.
 
         Raises:
-            ServerCapabilityError: one cannot do what the run needs.
-            ServerError: none is there.
+            ServerCapabilityError: one of the first servers cannot do what the run needs; a later one is refused.
+            ServerError: they are not there within `patience_s`.
         """
-        outside = [member for member in self.all if member.facts is None]
-        first = len(outside) == len(self.all)
+        deadline = time.monotonic() + patience_s
         came: list[Member] = []
-        for member, found in each(outside, lambda member: look(member.client)).items():
-            if isinstance(found, ServerCapabilityError) or (first and isinstance(found, Exception)):
-                raise found
-            if isinstance(found, ServerError):
-                continue
-            member.forget()
-            member.facts, member.reported = found, False
-            came.append(member)
-            if not first:
-                logger.warning("%s is back and gets the current weights", member.client.url)
-        if not self.inside:
-            raise ServerError("no student server answers: " + ", ".join(member.client.url for member in self.all))
-        return came
+        while True:
+            refresh()
+            outside = [member for member in self.all if member.facts is None and member.refused is None]
+            missing: ServerError | None = None
+            for member, found in each(outside, lambda member: look(member.client)).items():
+                if isinstance(found, ServerCapabilityError):
+                    if not self.begun:
+                        raise found
+                    self.refuse(member, found)
+                elif isinstance(found, ServerError):
+                    missing = found
+                else:
+                    self._enter(member, found)
+                    came.append(member)
+            came = [member for member in came if member in self.all]
+            if self.inside and (self.begun or missing is None):
+                self.begun = True
+                return came
+            if time.monotonic() >= deadline:
+                urls = ", ".join(member.client.url for member in self.all)
+                raise ServerError(f"waited {patience_s:.0f} s for a student server ({urls}): {missing or 'none can be used'}")
+            time.sleep(GATHER_EVERY_S)
+
+    def _enter(self, member: Member, facts: ServerFacts) -> None:
+        member.forget()
+        member.facts, member.reported, member.why = facts, False, ""
+        if self.begun:
+            logger.warning("%s is %s and gets the current weights", member.client.url, "back" if member.joined else "new")
+
+    def refuse(self, member: Member, why: Exception) -> None:
+        """Out for as long as it is listed."""
+        member.reported = True
+        self.leave(member, why)
+        member.refused = str(why)
+        logger.warning("%s (%s) is not used: %s", member.name, member.client.url, why)
 
     def leave(self, member: Member, why: Exception) -> None:
         """Out until it answers again."""
-        member.facts = None
+        member.facts, member.why, member.retry_at = None, str(why), time.monotonic() + RETRY_S
         member.forget()
         if not member.reported:
             logger.warning("%s leaves the group, the others go on: %s", member.client.url, why)

@@ -1,12 +1,13 @@
 """`WeightSync` for any number of servers and any way.
 
-    rank 0:      members that answer ─▶ what to send, by which way           (every rank learns it)
+    rank 0:      servers.json, members that answer ─▶ what to send, by which way   (every rank learns it)
     every rank:  probe's logprobs ─▶ gather and pack into buckets            (collectives)
     rank 0:      way.send ─▶ a second try for those that failed ─▶ version and probe checked
 
 Invariants:
 - no rank is in a collective while rank 0 is in a call: ranks meet before the calls, and learn how they went after;
 - a server that fails twice leaves the group while others remain, else the sync fails; no server is left paused;
+- if all of them died, one that comes is waited for and gets what they should have got;
 - what joins or comes back gets every parameter; blocks that are never trained are sent once.
 """
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,18 +29,23 @@ from trainers.distributed import Ranks
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.inference import InferenceEngine
 from trainers.model import Policy, compute_dtype, probe_logprobs
+from trainers.roster import Listed, Roster
 from trainers.server import ServerClient, ServerFacts
 from trainers.weight_sync.choose import choose
 from trainers.weight_sync.ipc import gpu_uuid, handle_of
 from trainers.weight_sync.layout import Layout, make_layout
+from trainers.weight_sync.lora import Adapters, StagedAdapter, compare
 from trainers.weight_sync.members import Member, Members, each
 from trainers.weight_sync.probe import PROBE_TOLERANCE, probe_tokens, verify
 from trainers.weight_sync.staging import Staging, staging_device
 from trainers.weight_sync.update import Seconds
+from trainers.weight_sync.watch import Watch
 from trainers.weight_sync.ways import Results, Way
 
 logger = logging.getLogger(__name__)
+FIRST_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 5.0
+ROUNDS = 3  # in each of which every server died
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,18 @@ class Task:
     every_rank: bool
     longest: int  # tokens a probe may have, with the one it generates
     newcomers: int  # servers that must be told where every rank's buckets are
+    compares: bool  # a probe's logprobs
+    adapter: bool  # it alone is sent
 
 
 class ServerSync:
-    """Construct it on every rank; only rank 0 talks to the servers. `way`: instead of what the config says."""
+    """Construct it on every rank; only rank 0 talks to the servers.
+
+    Args:
+        way: instead of what the config says.
+        managed: servers.json in the run's folder is this run's from the start (see `trainers.roster`).
+        connect: makes the client of a server from its URL; default: a `ServerClient`.
+    """
 
     def __init__(
         self,
@@ -63,9 +78,16 @@ class ServerSync:
         tokenizer: Any = None,
         clients: Sequence[InferenceEngine] = (),
         way: Way | None = None,
+        managed: bool = False,
+        connect: Callable[[str], InferenceEngine] | None = None,
     ) -> None:
         self.config, self.ranks, self.tokenizer = config, ranks, tokenizer
-        self.members = Members(clients or [ServerClient(url, config.vllm_server_timeout) for url in config.server_urls])
+        connect = connect or (lambda url: ServerClient(url, config.vllm_server_timeout))
+        self.members = Members(clients or map(connect, config.server_urls))
+        folder = Path(config.output_dir)
+        self.watch = Watch(self.members, Roster(folder, managed), folder, connect)
+        self.targets: list[Member] = []  # whom the sync under way sends to
+        self.first: ServerFacts | None = None  # what every later server must be like
         self.way = way
         self.dtype = "float32"  # what the trainer computes in
         self.layouts: dict[bool, Layout] = {}
@@ -77,22 +99,50 @@ class ServerSync:
         return [member.client for member in self.members.all]
 
     def push(self, policy: Policy, version: int) -> dict[str, float]:
-        """See `WeightSync.push`. Compares a probe's logprobs at the first two pushes (a server may load the second in another
-        way than the first) and every `weight_check_steps` pushes."""
+        """See `WeightSync.push`. Compares a probe's logprobs at every server's first two updates (it may load the second in
+        another way than the first) and every `weight_check_steps` pushes."""
+        metrics = self._sync(policy, version, newcomers_only=False)
+        self.pushes += 1
+        return metrics
+
+    def admit(self, policy: Policy, version: int) -> None:
+        """See `WeightSync.admit`."""
+        self._sync(policy, version, newcomers_only=True)
+
+    def wanting(self) -> bool:
+        """See `WeightSync.wanting`."""
+        return self.watch.wanting()
+
+    def news(self) -> list[Listed] | None:
+        """See `WeightSync.news`."""
+        return self.watch.news()
+
+    def _sync(self, policy: Policy, version: int, newcomers_only: bool) -> dict[str, float]:
+        for _ in range(ROUNDS):
+            metrics = self._round(policy, version, newcomers_only)
+            if metrics is not None:
+                return metrics
+        raise WeightSyncError(f"policy version {version} killed every student server that it was sent to, {ROUNDS} times")
+
+    def _round(self, policy: Policy, version: int, newcomers_only: bool) -> dict[str, float] | None:
+        """None: no server is left that could have taken it."""
         began = time.perf_counter()
         self.dtype = str(compute_dtype(self.config, self.ranks.device) or policy.model.dtype).removeprefix("torch.")
         uuids = self._gathered(gpu_uuid(self.ranks.device))
-        task = self.ranks.rank_zero(lambda: self._prepare(uuids))
+        task = self.ranks.rank_zero(lambda: self._prepare(uuids, newcomers_only))
+        if task is None:
+            return {}
         waited = time.perf_counter() - began
-        every = self.config.weight_check_steps
-        checks = every > 0 and (self.pushes < 2 or self.pushes % every == 0)
         tokens = probe_tokens(self.tokenizer, policy.model.config.get_text_config().vocab_size)[: task.longest - 1]
-        expected = probe_logprobs(policy, tokens, self.ranks.device) if checks else None
+        expected = probe_logprobs(policy, tokens, self.ranks.device) if task.compares and not task.adapter else None
         staging = self._stage(policy, task)
         offers = self._gathered(self._offers(staging, task)) if task.every_rank and task.newcomers else []
         staged = time.perf_counter()
         metrics = self.ranks.rank_zero(lambda: self._send(staging, offers, version, tokens, expected))
-        self.pushes += 1
+        if not metrics:
+            return metrics
+        if task.adapter and task.compares and not newcomers_only:
+            metrics |= self._compare_adapters(policy, tokens)
         metrics["perf/weight_sync_transfer_s"] += staged - began - waited
         return {**metrics, "perf/weight_sync_barrier_s": waited, "perf/weight_sync_s": time.perf_counter() - began}
 
@@ -101,6 +151,11 @@ class ServerSync:
         if self.way is not None:
             self.way.close()
         self.staging = None
+
+    @property
+    def served_as(self) -> str | None:
+        """See `WeightSync.served_as`."""
+        return self.way.served_as if isinstance(self.way, Adapters) else None
 
     # Every rank ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +167,17 @@ class ServerSync:
         dist.all_gather_object(values, mine, group=self.ranks.control)
         return values
 
+    def _compare_adapters(self, policy: Policy, tokens: np.ndarray) -> dict[str, float]:
+        tolerance = self.ranks.rank_zero(
+            lambda: max(PROBE_TOLERANCE[dtype] for dtype in (self.dtype, *(m.facts.dtype for m in self.targets if m.facts)))
+        )
+        inside = [member for member in self.targets if member.facts is not None]
+        differences = compare(policy, self.ranks, inside, tokens, tolerance)
+        return {"perf/weight_probe_abs_diff": max(largest for _, largest in differences.values())} if differences else {}
+
     def _stage(self, policy: Policy, task: Task) -> Staging:
+        if task.adapter:
+            return StagedAdapter(policy, keep=self.ranks.is_main)
         dtype = getattr(torch, task.dtype)
         layout = self.layouts.get(task.everything)
         if layout is None:
@@ -134,26 +199,39 @@ class ServerSync:
 
     # Rank 0 ----------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, uuids: list[str | None]) -> Task:
-        came = self.members.gather(self._look)
-        inside = self.members.inside
-        facts = [member.facts for member in inside if member.facts is not None]
-        if came:
+    def _prepare(self, uuids: list[str | None], newcomers_only: bool) -> Task | None:
+        """What to send, and to whom; None: there is nobody to send to."""
+        inside: list[Member] = []
+        while not inside:
+            came = self.members.gather(self._look, self.config.vllm_server_timeout, self.watch.refresh)
+            for member in came:
+                self._check_newcomer(member)
+            inside = self.members.inside
+        self.targets = [member for member in inside if member in came] if newcomers_only else inside
+        if not self.targets:
+            self.watch.note()
+            return None
+        facts = [member.facts for member in self.targets if member.facts is not None]
+        if self.first is None:
             self._check_types(inside, facts)
+            self.first = replace(facts[0], max_model_len=min(fact.max_model_len for fact in facts))
+        every = self.config.weight_check_steps
         if self.way is None:
             self.way = choose(self.config, inside, self.ranks.device, self.ranks.world_size, uuids)
         return Task(
             dtype=facts[0].dtype,
-            everything=not all(member.complete for member in inside),
+            everything=not all(member.complete for member in self.targets),
             on_host=self.way.on_host,
             every_rank=self.way.every_rank,
             longest=min(fact.max_model_len for fact in facts),
             # A retry may have to connect to any of them.
-            newcomers=len(inside) if any(member.channel is None for member in inside) else 0,
+            newcomers=len(self.targets) if any(member.channel is None for member in self.targets) else 0,
+            compares=every > 0 and (self.pushes % every == 0 or any(member.updates < 2 for member in self.targets)),
+            adapter=isinstance(self.way, Adapters),
         )
 
     def _look(self, client: InferenceEngine) -> ServerFacts:
-        client.wait_healthy(None if self.pushes == 0 else HEALTH_TIMEOUT_S)
+        client.wait_healthy(HEALTH_TIMEOUT_S if self.members.begun else min(FIRST_TIMEOUT_S, self.config.vllm_server_timeout))
         facts = client.facts()
         # A trainer that died in mid-sync may have left it paused.
         client.resume()
@@ -174,25 +252,53 @@ class ServerSync:
                 self.dtype,
             )
 
+    def _check_newcomer(self, member: Member) -> None:
+        """Refuse a server that came to a run under way and is not like the first ones."""
+        mine, wanted = member.facts, self.first
+        assert mine is not None, f"{member.client.url} did not come"
+        if wanted is None:
+            return
+        if mine.dtype != wanted.dtype:
+            why = f"it computes in {mine.dtype}: serve it with --dtype {wanted.dtype}"
+        elif mine.weight_backend != wanted.weight_backend:
+            why = f"its weight transfer is {mine.weight_backend!r}, that of the run's servers is {wanted.weight_backend!r}"
+        elif mine.max_model_len < wanted.max_model_len:
+            why = f"it takes {mine.max_model_len} tokens: serve it with --max-model-len {wanted.max_model_len}"
+        else:
+            return
+        self.members.refuse(member, ServerCapabilityError(why))
+
     def _send(
         self, staging: Staging, offers: list[Any], version: int, tokens: np.ndarray, expected: np.ndarray | None
-    ) -> dict[str, float]:
-        way, inside = self.way, self.members.inside
+    ) -> dict[str, float] | None:
+        way = self.way
         assert way is not None, "sent before a way was chosen"
         if offers and hasattr(way, "offers"):
             way.offers = [_merged(handles) for handles in zip(*offers[1:], strict=True)]  # type: ignore[attr-defined]
         began = time.perf_counter()
-        results = way.send(inside, staging, version)
+        results = way.send(self.targets, staging, version)
         if failed := [member for member, result in results.items() if isinstance(result, ServerError)]:
             results |= self._again(way, failed, results, staging, version)
-        self._settle(results, version, f"did not take policy version {version}, twice: ")
+        self._settle(results, f"did not take policy version {version}, twice: ")
         done = {member: result for member, result in results.items() if isinstance(result, Seconds)}
+        if not done:
+            self.watch.note()
+            return {} if self.members.inside else None
         tolerance = max(PROBE_TOLERANCE[self.dtype], *(PROBE_TOLERANCE[m.facts.dtype] for m in done if m.facts))
         sent = time.perf_counter()
         checked = each(list(done), lambda member: verify(member.client, version, tokens, expected, tolerance))
-        if wrong := next((result for result in checked.values() if isinstance(result, WeightSyncError)), None):
-            raise wrong  # other weights under this version: the requests it answers would be trusted
-        self._settle(checked, version, "")
+        for member, result in checked.items():
+            if isinstance(result, WeightSyncError):
+                if member.joined or len(self.members.inside) == 1 or not any(other.joined for other in self.members.inside):
+                    raise result  # other weights under this version: the requests it answers would be trusted
+                self.members.refuse(member, result)
+        self._settle({member: result for member, result in checked.items() if member.facts is not None}, "")
+        for member in checked.keys() & set(self.members.inside):
+            member.complete, member.joined, member.version = True, True, str(version)
+            member.updates += 1
+        self.watch.note()
+        if not self.members.inside:
+            return None
         differences = [result for result in checked.values() if isinstance(result, float)]
         return {
             "perf/weight_sync_pause_s": max(seconds.pause for seconds in done.values()),
@@ -217,20 +323,20 @@ class ServerSync:
             member.forget()
         return way.send(alive, staging, version) if alive else {}
 
-    def _settle(self, results: Mapping[Member, object], version: int, failure: str) -> None:
-        """Who failed leaves, if others remain.
+    def _settle(self, results: Mapping[Member, object], failure: str) -> None:
+        """Who failed leaves.
 
         Raises:
-            WeightSyncError: nobody would remain.
+            WeightSyncError: nobody would remain, although one that failed is up.
         """
         failed = {member: result for member, result in results.items() if isinstance(result, ServerError)}
-        for member in results.keys() - failed.keys():
-            member.complete, member.version = True, str(version)
         if not failed:
             return
         if len(failed) == len(self.members.inside):
-            member, error = next(iter(failed.items()))
-            raise WeightSyncError(f"{member.client.url} {failure}{error}" if failure else str(error)) from error
+            up = [member for member, answer in each(list(failed), _served).items() if not isinstance(answer, ServerError)]
+            if up:
+                error = failed[up[0]]
+                raise WeightSyncError(f"{up[0].client.url} {failure}{error}" if failure else str(error)) from error
         for member, error in failed.items():
             self.members.leave(member, error)
 

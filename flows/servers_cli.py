@@ -1,0 +1,86 @@
+"""`loopwright servers`: the student servers of a run that trains, from another shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from infra.registry import RunRow
+
+ANSWER_S = 30.0
+PROBE_S = 150.0  # a server given by its address is asked what it can do, which takes a while on a busy machine
+
+
+@click.group()
+def servers() -> None:
+    """Look at the student servers of a running experiment, add some, take some away."""
+
+
+@servers.command("list")
+@click.argument("run")
+def list_servers(run: str) -> None:
+    """Servers of RUN (name or id): whether they answer, and the policy version that the trainer gave them last."""
+    from flows.server_health import answers
+    from flows.text_table import print_table
+    from trainers.roster import read_servers, read_serving
+
+    folder = _folder(_running(run))
+    held = {server.url: server for server in read_serving(folder)}
+    rows = [("NAME", "ADDRESS", "HEALTH", "VERSION", "")]
+    for listed in read_servers(folder):
+        known = held.get(listed.url)
+        version = "" if known is None or known.version is None else str(known.version)
+        why = "not with the trainer yet" if known is None else known.why
+        rows.append((listed.name, listed.url, "up" if answers(listed.url) else "no answer", version, why))
+    print_table(rows)
+
+
+@servers.command()
+@click.argument("run")
+@click.option("--url", help="Address of a server that is up. It must accept the run's key.")
+@click.option("--count", type=click.IntRange(min=1), help="Servers to start, like the run's others. Default 1.")
+def add(run: str, url: str | None, count: int | None) -> None:
+    """Give RUN a server more: one at --url, or --count that it starts itself. It gets the current weights first."""
+    click.echo(_ask(run, "add", url, count))
+
+
+@servers.command()
+@click.argument("run")
+@click.option("--url", help="Address of the server; one that the run started is stopped.")
+@click.option("--count", type=click.IntRange(min=1), help="Of the servers that the run started, this many newest. Default 1.")
+def remove(run: str, url: str | None, count: int | None) -> None:
+    """Take a server away from RUN: its requests go to the others, its GPUs are free again."""
+    click.echo(_ask(run, "remove", url, count))
+
+
+def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int | None) -> str:
+    from flows.server_requests import ask
+
+    if url is not None and count is not None:
+        raise click.UsageError("give --url or --count, not both")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise click.BadParameter("a server's address starts with http:// or https://", param_hint="--url")
+    return ask(_folder(_running(run)), action, url, count or 1, ANSWER_S if url is None else PROBE_S)
+
+
+def _running(name: str) -> RunRow:
+    from flows.config import GRPORunConfig
+    from flows.runs import config_of
+    from flows.server_requests import ServersRefused
+    from infra.reaper import owner_alive
+    from infra.registry import Registry
+
+    run = Registry().get_run(name)
+    if run.status != "RUNNING" or run.owner is None or not owner_alive(run.owner):
+        raise ServersRefused(f"run {run.name} is not running ({run.status}): it has no servers")
+    if not isinstance(config_of(run), GRPORunConfig):
+        raise ServersRefused(f"run {run.name} generates nothing, so it has no servers")
+    return run
+
+
+def _folder(run: RunRow) -> Path:
+    assert run.output_dir is not None, run.id
+    return Path(run.output_dir)

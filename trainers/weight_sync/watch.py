@@ -1,0 +1,97 @@
+"""Servers that come, go and are started anew while a run goes on: what the trainer sees of it, and whom it tells.
+
+    servers.json ─▶ members (new ones outside the group until they hold the weights)
+    while rank 0 waits for rollouts: a new or restarted server answers ─▶ `ServerSync.admit` ─▶ rollout process: "servers"
+    after every sync ─▶ serving.json
+
+Only rank 0 makes one. Nothing here raises for what a server does: a look at one that hangs ends after a few seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainers.errors import ServerError
+from trainers.inference import InferenceEngine
+from trainers.roster import Listed, Roster, Serving, write_serving
+from trainers.weight_sync.members import Member, Members, each
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 3.0
+LOOK_PATIENCE_S = 0.01  # one try
+
+
+class Watch:
+    """Args:
+    folder: the run's.
+    connect: makes the client of a new server from its URL.
+    """
+
+    def __init__(self, members: Members, roster: Roster, folder: Path, connect: Callable[[str], InferenceEngine]) -> None:
+        self._members, self._roster, self._folder, self._connect = members, roster, folder, connect
+        self._told = {member.client.url for member in members.all}
+        self._next_look = 0.0
+
+    def refresh(self) -> None:
+        """Make the members those of servers.json, if it was written."""
+        servers = self._roster.read()
+        if servers is None:
+            return
+        come, gone = self._members.become(servers, self._connect)
+        for member in come:
+            logger.info("%s (%s) is a new server of this run", member.name, member.client.url)
+        for member in gone:
+            logger.info("%s (%s) is no longer a server of this run", member.name, member.client.url)
+
+    def wanting(self) -> bool:
+        """Whether somebody is to be taken in or let go. Cheap, but for a look at every server each few seconds."""
+        if self._roster.changed:
+            return True
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_EVERY_S
+        answers = each(self._members.all, _served)
+        for member, served in answers.items():
+            if member.facts is not None and not isinstance(served, ServerError) and served != member.version:
+                self._members.leave(member, ServerError(f"it was started anew and serves weights {served!r}"))
+                member.retry_at = now
+        return any(
+            member.facts is None and member.refused is None and now >= member.retry_at
+            for member, served in answers.items()
+            if not isinstance(served, ServerError)
+        )
+
+    def note(self) -> None:
+        """Write down who serves what."""
+        serving = [
+            Serving(
+                member.name,
+                member.client.url,
+                int(member.version) if member.facts is not None and member.version is not None else None,
+                member.why,
+            )
+            for member in self._members.all
+        ]
+        try:
+            write_serving(self._folder, serving)
+        except OSError as error:
+            logger.warning("who serves which weights could not be written down: %s", error)
+
+    def news(self) -> list[Listed] | None:
+        """The servers that rollouts may use, if they are others than at the last call: all that ever held the weights."""
+        servers = [Listed(member.name, member.client.url) for member in self._members.all if member.joined]
+        urls = {server.url for server in servers}
+        if urls == self._told or not urls:
+            return None
+        self._told = urls
+        return servers
+
+
+def _served(member: Member) -> str:
+    """The version it serves. Raises `ServerError`."""
+    member.client.wait_healthy(LOOK_PATIENCE_S)
+    return member.client.weight_version()
