@@ -13,7 +13,9 @@ from infra.vllm_command import BACKEND
 CONNECT_TIMEOUT_S = 10.0
 # The first /server_info collects facts about the machine, which takes seconds on a busy one.
 ANSWER_TIMEOUT_S = 120.0
-CONTROL_PATHS = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info")
+CONTROL_PATHS = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
+SYNC = "/loopwright/sync"  # of our middleware and proxy: a whole weight sync in one call
+GENERATE = "/inference/v1/generate"
 
 
 @dataclass(frozen=True)
@@ -68,30 +70,41 @@ def probe(url: str, key: str | None = None) -> Capabilities:
     try:
         served = request(url, key, "/v1/models").raise_for_status().json()["data"][0]
         version = request(url, key, "/version").raise_for_status().json()["version"]
-        paths = request(url, key, "/openapi.json").raise_for_status().json()["paths"]
+        paths = _paths(url, key)
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise ServerUnreachable(f"what answers at {url} is not a vLLM server: {error}") from error
     config: dict[str, Any] = {}
     if "/server_info" in paths:
         answer = request(url, key, "/server_info", params={"config_format": "json"})
-        if answer.status_code == 200 and isinstance(answer.json()["vllm_config"], dict):
-            config = answer.json()["vllm_config"]
+        if answer.status_code == 200 and isinstance(found := answer.json().get("vllm_config"), dict):
+            config = found
     model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
     return Capabilities(
         version=version,
         model=served.get("root") or served["id"],
         served_name=served["id"],
         max_model_len=served["max_model_len"],
-        generate_endpoint="/inference/v1/generate" in paths,
-        control_plane=all(path in paths for path in CONTROL_PATHS),
+        generate_endpoint=GENERATE in paths,
+        control_plane=SYNC in paths or all(path in paths for path in CONTROL_PATHS),
         keyed=_keyed(url),
-        weight_transfer=(config.get("weight_transfer_config") or {}).get("backend"),
+        weight_transfer=(config.get("weight_transfer_config") or {}).get("backend") if config or SYNC not in paths else BACKEND,
         logprobs_mode=model.get("logprobs_mode"),
         max_logprobs=model.get("max_logprobs"),
         dtype=str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
         device=(config.get("device_config") or {}).get("device"),
         chunked_prefill=scheduler.get("enable_chunked_prefill"),
     )
+
+
+def _paths(url: str, key: str | None) -> set[str]:
+    """The paths it has of those that matter: from its OpenAPI page, or asked for one by one where it has none (Rust)."""
+    page = request(url, key, "/openapi.json")
+    paths = set(page.json()["paths"]) if page.status_code == 200 else set()
+    if not paths:
+        paths |= {"/server_info"} if request(url, key, "/server_info").status_code == 200 else set()
+        # An empty request is refused where the endpoint exists, and not found where it does not.
+        paths |= {GENERATE} if request(url, key, GENERATE, method="POST", json={}).status_code not in (404, 405) else set()
+    return paths | ({SYNC} if request(url, key, SYNC).status_code == 200 else set())
 
 
 def _keyed(url: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import sys
 import threading
@@ -274,6 +275,45 @@ def test_what_is_lacking_names_the_flag_to_add(change, flag):
         require("http://server", dataclasses.replace(GOOD, **change), Needs(max_model_len=100))
     assert flag in str(caught.value) and "http://server" in str(caught.value)
     assert str(caught.value).count("\n- ") == 1
+
+
+class RustLike(BaseHTTPRequestHandler):
+    """Behind our proxy: no OpenAPI page, no weight version, one call for a sync."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        answers = {
+            "/v1/models": {"data": [{"id": "policy", "root": "/m", "max_model_len": 512}]},
+            "/version": {"version": "0.26.0"},
+            "/server_info": {"vllm_config": "a text"},
+            "/loopwright/sync": {"protocol": 1, "workers": []},
+        }
+        keyed = self.headers.get("Authorization") == "Bearer key"
+        self.answer(401 if not keyed else 200 if path in answers else 404, answers.get(path, {}))
+
+    def do_POST(self) -> None:
+        self.answer(400 if self.path == "/inference/v1/generate" else 404, {})
+
+    def answer(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_front_end_without_openapi_page_is_asked_path_by_path():
+    with HTTPServer(("127.0.0.1", 0), RustLike) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = probe(f"http://127.0.0.1:{server.server_address[1]}", "key")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (found.version, found.generate_endpoint, found.control_plane, found.keyed) == ("0.26.0", True, True, True)
+    assert (found.weight_transfer, found.max_logprobs) == ("loopwright", None)  # its workers are ours
 
 
 def test_probing_where_nothing_listens():

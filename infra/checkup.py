@@ -1,0 +1,210 @@
+"""What of this machine a run leans on, looked at one thing after another: GPUs, vLLM, ports, storage, the registry.
+
+Each check yields findings: ok, warn (a run goes on, with less) or fail (no run goes), each with what to do about it. A check
+takes a second at most and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import random
+import shutil
+import socket
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from infra.errors import InfraError
+from infra.leases import PORTS
+from infra.vllm_command import PLUGIN
+from infra.vllm_features import Features, installed
+
+Status = Literal["ok", "warn", "fail"]
+GIB = 1 << 30
+HOME_WARN_GIB, HOME_FAIL_GIB = 10.0, 1.0
+SHM_WARN_GIB = 2.0
+PORTS_LOOKED_AT = 40
+DATABASE_WAIT_S = 5.0
+TRIED = ((0, 26), (0, 32))  # first and last version of vLLM that this was run with
+
+
+@dataclass(frozen=True)
+class Finding:
+    area: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+def gpus() -> Iterator[Finding]:
+    try:
+        import pynvml
+    except ImportError:
+        yield Finding("GPU", "warn", "nvidia-ml-py is not installed, so no GPU is seen", "pip install nvidia-ml-py")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        device_files = any(Path("/dev").glob("nvidia[0-9]*"))
+        if device_files:
+            yield Finding("GPU", "fail", f"there are GPUs, but no driver answers: {error}", "mend the driver (`nvidia-smi`)")
+        else:
+            yield Finding("GPU", "ok", "none: runs compute on the CPU")
+        return
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            total, used = float(memory.total) / GIB, float(memory.used) / GIB
+            text = f"{index}: {pynvml.nvmlDeviceGetName(handle)}, {total:.0f} GiB, {used:.1f} used"
+            busy = used > 0.1 * total
+            remedy = "see whose it is with `nvidia-smi`; what dead runs left behind goes with `loopwright reap`"
+            yield Finding("GPU", "warn" if busy else "ok", text, remedy if busy else "")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def vllm(python: str | None, gpus_seen: bool) -> Iterator[Finding]:
+    try:
+        found = installed(python)
+    except InfraError as error:
+        yield Finding("vLLM", "fail", str(error), "pip install 'loopwright[cpu]', or 'loopwright[gpu]' on a GPU machine")
+        return
+    yield version(found)
+    yield build(found, gpus_seen)
+    yield from capabilities(found, gpus_seen)
+    yield plugin()
+
+
+def version(found: Features) -> Finding:
+    numbers = tuple(int(part) for part in found.version.split(".")[:2] if part.isdecimal())
+    (low, high), text = TRIED, f"{found.version} in {found.folder}"
+    span = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    if len(numbers) < 2 or not low <= numbers:
+        return Finding("vLLM", "fail", f"{text} is too old", f"install a version from {span}")
+    if numbers > high:
+        return Finding("vLLM", "warn", f"{text} is newer than any that was tried", f"versions tried: {span}")
+    return Finding("vLLM", "ok", text)
+
+
+def build(found: Features, gpus_seen: bool) -> Finding:
+    if gpus_seen and found.build == "cpu":
+        return Finding(
+            "vLLM", "fail", "the build is for CPUs, and there are GPUs", "pip install 'loopwright[gpu]' in its place"
+        )
+    if not gpus_seen and found.build in ("cuda", "rocm"):
+        return Finding("vLLM", "fail", f"the build is for {found.build}, and no GPU is seen", "pip install 'loopwright[cpu]'")
+    return Finding("vLLM", "ok", f"build for {found.build}")
+
+
+def capabilities(found: Features, gpus_seen: bool) -> Iterator[Finding]:
+    if not found.takes("weight_transfer_config"):
+        yield Finding("vLLM", "fail", "it has no weight transfer, so no policy can be sent to it", "install 0.26 or newer")
+    scale_out = "by --enable-scale-out" if found.takes("enable_scale_out") else "always"
+    yield Finding("vLLM", "ok", f"/inference/v1/generate: {scale_out}")
+    if found.takes("enable_lora"):
+        yield Finding("vLLM", "ok", "adapters (LoRA): served")
+    else:
+        yield Finding(
+            "vLLM", "warn", "adapters (LoRA): it cannot serve any", "use weight_sync other than lora, or a newer vLLM"
+        )
+    if not gpus_seen:
+        yield Finding("vLLM", "ok", "Rust front end and candidate sets: on GPUs only")
+        return
+    if found.rust:
+        yield Finding("vLLM", "ok", f"Rust front end: {found.rust}")
+    else:
+        remedy = "none needed: several API processes share the work (docs/serving.md); a build with vllm-rs is faster"
+        yield Finding("vLLM", "warn", "Rust front end: not in this build", remedy)
+    if found.takes("return_sampling_mask"):
+        yield Finding("vLLM", "ok", "candidate sets (--return-sampling-mask): returned")
+    else:
+        remedy = "keep top_p=1, top_k=0 and min_p unset, or install a newer vLLM"
+        yield Finding("vLLM", "warn", "candidate sets: not in this version, so restricted sampling is biased", remedy)
+
+
+def plugin() -> Finding:
+    """vLLM finds the entry point through the folder that is put on its PYTHONPATH."""
+    found = importlib.metadata.distributions(path=[str(PLUGIN)])
+    points = [point for each in found for point in each.entry_points if point.group == "vllm.general_plugins"]
+    if any(point.name == "loopwright" for point in points) and (PLUGIN / "loopwright_vllm" / "__init__.py").is_file():
+        return Finding("vLLM", "ok", f"plugin: {PLUGIN}")
+    return Finding("vLLM", "fail", f"plugin: not in {PLUGIN}", "install loopwright again: its files are not all there")
+
+
+def ports() -> Iterator[Finding]:
+    looked_at = random.Random(os.getpid()).sample(PORTS, PORTS_LOOKED_AT)
+    free = sum(map(port_is_free, looked_at))
+    text = f"{free} of {PORTS_LOOKED_AT} looked at between {PORTS.start} and {PORTS.stop} are free on loopback"
+    remedy = "stop what listens there (`ss -ltnp`), or `loopwright reap` if dead runs left it"
+    few = 2 * free < PORTS_LOOKED_AT
+    yield Finding("ports", "fail" if not free else "warn" if few else "ok", text, remedy if few else "")
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def storage(folder: Path, name: str, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """`folder` takes files and renames them; how much room there is."""
+    probe = folder / f".loopwright-doctor-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as file:
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+        probe.replace(probe.with_suffix(".moved"))
+        probe.with_suffix(".moved").unlink()
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+        yield Finding(
+            "storage", "fail", f"{name} {folder} cannot be written: {error.strerror}", "name another: LOOPWRIGHT_HOME=…"
+        )
+        return
+    free = shutil.disk_usage(folder).free / GIB
+    status = "fail" if free < HOME_FAIL_GIB else "warn" if free < HOME_WARN_GIB else "ok"
+    remedy = "" if status == "ok" else "make room, or set storage.uri or LOOPWRIGHT_HOME to a larger disk"
+    yield Finding("storage", status, f"{name} {folder}: writable, {free:.1f} GiB free", remedy)
+    if shm.is_dir():
+        size = shutil.disk_usage(shm).total / GIB
+        small = size < SHM_WARN_GIB
+        remedy = "in a container: --shm-size=8g" if small else ""
+        yield Finding("storage", "warn" if small else "ok", f"{shm}: {size:.1f} GiB", remedy)
+
+
+def database(url: str) -> Iterator[Finding]:
+    """The registry opens, and takes a lock for writing."""
+    from sqlalchemy import text
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from infra.registry import Registry
+    from infra.registry_engine import WRITES, open_engine
+
+    shown = url.split("@")[-1]
+    try:
+        # The real thing waits for a minute; a doctor does not.
+        if url.startswith("sqlite"):
+            with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=DATABASE_WAIT_S) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.rollback()
+        Registry(url)
+        engine = open_engine(url).execution_options(**{WRITES: True})
+        with engine.begin() as connection:
+            connection.execute(text("SELECT 1"))
+        engine.dispose()
+    except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
+        cause = str(getattr(error, "orig", error)).splitlines()[0]
+        held = "a process that holds the lock must end first (`fuser` names it)"
+        remedy = held if "locked" in cause else "mend or move the file away, or put LOOPWRIGHT_HOME on a local disk"
+        yield Finding("database", "fail", f"registry {shown}: {cause}", remedy)
+        return
+    yield Finding("database", "ok", f"registry {shown} opens and takes a write lock")
