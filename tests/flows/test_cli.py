@@ -41,7 +41,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("run", "resume", "reap", "runs", "config", "up", "down", "status", "serve", "quickstart"):
+    for command in ("run", "resume", "reap", "runs", "config", "up", "down", "status", "serve", "servers", "quickstart"):
         assert f"\n  {command} " in done.stdout
 
 
