@@ -31,7 +31,7 @@ from trainers.weight_sync.update import Seconds
 from trainers.weight_sync.ways import Results, connect, introduce, update_member
 
 logger = logging.getLogger(__name__)
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 30.0
 # Far above any deadline of ours: torch's own watchdog would end the process.
 GROUP_TIMEOUT = timedelta(days=7)
 DEVICE_BUFFERS = 2
@@ -53,6 +53,7 @@ class Broadcast:
         self.store: TCPStore | None = None
         self.token = ""
         self.joined: list[Member] = []
+        self.works: list[Any] = []  # broadcasts that were begun
         self.bytes_sent = 0
 
     def send(self, members: Sequence[Member], staging: Staging, version: int) -> Results:
@@ -87,8 +88,8 @@ class Broadcast:
     def close(self) -> None:
         """Give the group up; whoever still waits in it gets an error."""
         if self.group is not None:
-            self.group.abort()
-        self.group, self.store, self.joined = None, None, []
+            release(self.backend, self.group, self.works)
+        self.group, self.store, self.joined, self.works = None, None, [], []
 
     # The group -------------------------------------------------------------------------------------------------------
 
@@ -127,12 +128,12 @@ class Broadcast:
         return {m: ServerError(f"{m.client.url}: no process group with the servers: {cause}") for m in members}
 
     def _broadcast(self, parts: list[torch.Tensor], futures: dict[Member, Future[Seconds]]) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options = from_here(self.backend, self.timeout_s)
         deadline = time.monotonic() + self.timeout_s
+        self.works = []
         if self.backend != "nccl" or all(part.device.type == "cuda" for part in parts):
-            works = [self.group.broadcast([part], options) for part in parts]
-            for work in works:
+            self.works = [self.group.broadcast([part], options) for part in parts]
+            for work in self.works:
                 wait(work, deadline, futures)
             return
         largest = max(part.numel() for part in parts)
@@ -144,6 +145,7 @@ class Broadcast:
             buffer = buffers[at % DEVICE_BUFFERS][: part.numel()]
             buffer.copy_(part, non_blocking=True)
             running.append(self.group.broadcast([buffer], options))
+            self.works.append(running[-1])
         for work in running:
             wait(work, deadline, futures)
 
@@ -193,11 +195,30 @@ def make_group(backend: str, store: Store, token: str, world_size: int, host: st
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # type: ignore[attr-defined]
         group = dist.ProcessGroupGloo(store, 0, world_size, options)
         group._set_default_timeout(GROUP_TIMEOUT)
-    choose = dist.BroadcastOptions()
-    choose.rootRank, choose.rootTensor = 0, 0
     hello = torch.zeros(4, dtype=torch.uint8, device=device if backend == "nccl" else "cpu")
-    wait(group.broadcast([hello], choose), time.monotonic() + CONNECT_TIMEOUT_S, {})
+    wait(group.broadcast([hello], from_here(backend, CONNECT_TIMEOUT_S)), time.monotonic() + CONNECT_TIMEOUT_S, {})
     return group
+
+
+def from_here(backend: str, timeout_s: float) -> dist.BroadcastOptions:
+    """gloo ends an operation by itself at the time limit; NCCL must not, because its watchdog would end the process."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = timedelta(seconds=timeout_s) if backend == "gloo" else GROUP_TIMEOUT
+    return options
+
+
+def release(backend: str, group: Any, works: list[Any]) -> None:
+    """Give a group up. A gloo group whose operation is pending would freeze the process when it is destroyed, so it is kept
+    until the operation has ended, by its time limit at the latest."""
+
+    def run() -> None:
+        if backend == "nccl":
+            group.abort()
+        while not all(work.is_completed() for work in works):
+            time.sleep(0.1)
+
+    threading.Thread(target=run, name="weight group", daemon=True).start()
 
 
 def address_towards(url: str) -> str:

@@ -77,10 +77,12 @@ class Changes:
             at = sparse.changed_words(old, new, width)
             if not at.numel():
                 continue
-            total += at.numel() * 2
-            if total > MOST * layout.nbytes:
+            if at.numel() * 2 > MOST * layout.nbytes:  # each takes two bytes at least
                 return None
             patches[index] = width, sparse.encode(old, new, width, at)
+            total += sum(patches[index][1].sizes)
+            if total > MOST * layout.nbytes:
+                return None
         return patches
 
     def _send_patches(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 ALLOWED_ENV = "LOOPWRIGHT_WEIGHT_DIRS"
-STORE_TIMEOUT_S = 60.0
+STORE_TIMEOUT_S = 30.0
 # Far above any deadline of ours: torch's own watchdog would end the process.
 GROUP_TIMEOUT = timedelta(days=7)
 
@@ -105,26 +106,29 @@ class BroadcastCarrier:
     ) -> None:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         self.group = make_group(backend, dist.PrefixStore(token, store), rank, world_size, host)
+        self.backend, self.works = backend, []
         self.device = device if backend == "nccl" else torch.device("cpu")
         # The trainer's first broadcast makes the connections, which NCCL leaves to the first use.
         hello = torch.empty(4, dtype=torch.uint8, device=self.device)
-        wait(self.group.broadcast([hello], from_trainer()), time.monotonic() + STORE_TIMEOUT_S)
+        wait(self.group.broadcast([hello], from_trainer(backend, STORE_TIMEOUT_S)), time.monotonic() + STORE_TIMEOUT_S)
 
     def receive(self, sizes: dict[int, int], timeout_s: float) -> Iterator[tuple[int, torch.Tensor]]:
         deadline = time.monotonic() + timeout_s
         largest = max(sizes.values(), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(min(2, len(sizes)))]
         order = list(sizes.items())
-        waiting: list[Any] = []
+        waiting, limit_s = self.works, timeout_s
+        waiting.clear()
 
         def begin(at: int) -> None:
-            waiting.append(self.group.broadcast([buffers[at % 2][: order[at][1]]], from_trainer()))
+            waiting.append(self.group.broadcast([buffers[at % 2][: order[at][1]]], from_trainer(self.backend, limit_s)))
 
         try:
             for at in range(min(2, len(order))):
                 begin(at)
             for at, (index, size) in enumerate(order):
-                wait(waiting.pop(0), deadline)
+                wait(waiting[0], deadline)
+                waiting.pop(0)
                 yield index, buffers[at % 2][:size]
                 # NCCL waits for the copies that were issued from this buffer; a CPU copy is done.
                 if at + 2 < len(order):
@@ -135,7 +139,7 @@ class BroadcastCarrier:
 
     def close(self) -> None:
         if self.group is not None:
-            self.group.abort()
+            release(self.backend, self.group, list(self.works))
             self.group = None
 
 
@@ -154,10 +158,25 @@ def make_group(backend: str, store: dist.Store, rank: int, world_size: int, host
     return group
 
 
-def from_trainer() -> dist.BroadcastOptions:
+def from_trainer(backend: str, timeout_s: float) -> dist.BroadcastOptions:
+    """gloo ends an operation by itself at the time limit; NCCL must not, because its watchdog would end the process."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
+    options.timeout = timedelta(seconds=timeout_s) if backend == "gloo" else GROUP_TIMEOUT
     return options
+
+
+def release(backend: str, group: Any, works: list[Any]) -> None:
+    """Give a group up. A gloo group whose operation is pending would freeze the process when it is destroyed, so it is kept
+    until the operation has ended, by its time limit at the latest."""
+
+    def run() -> None:
+        if backend == "nccl":
+            group.abort()
+        while not all(work.is_completed() for work in works):
+            time.sleep(0.1)
+
+    threading.Thread(target=run, name="weight group", daemon=True).start()
 
 
 def address_towards(host: str) -> str:
