@@ -156,6 +156,7 @@ def test_every_format_is_read(form: CallFormat, said: str, calls: list[Requested
     [
         (call_formats.HERMES, "<tool_call>{'name': 'weather'}</tool_call>"),
         (call_formats.FUNCTION_TAGS, "<tool_call>\n<function=weather>\n<parameter=city>\nRome"),
+        (call_formats.KEY_VALUE_TAGS, "<tool_call>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"),
         (call_formats.LLAMA, '{"name": "weather", "parameters": {"city"'),
         (call_formats.LLAMA, '<|python_tag|>weather.call(city="Rome")'),
         (call_formats.MISTRAL, '[TOOL_CALLS] [{"name": "weather", '),

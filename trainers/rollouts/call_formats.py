@@ -98,7 +98,8 @@ def _key_value_tags(text: str, schemas: Sequence[dict]) -> Parsed:
     calls = []
     for body in _TAGGED.findall(text):
         name = re.split(r"\s|<", body, maxsplit=1)[0]
-        calls.append(RequestedCall(name, _cast(name, dict(_KEY_VALUE.findall(body)), schemas)))
+        problem = None if name else "a tool call must begin with the tool's name"
+        calls.append(RequestedCall(name, _cast(name, dict(_KEY_VALUE.findall(body)), schemas), problem))
     return calls, _TAGGED.sub("", text)
 
 
