@@ -63,7 +63,10 @@ class ArgumentsBase(TrainingArguments):
         for name, value in self._from_eval().items():
             setattr(self, name, value)
         placeholders = [CallableSpec(path="rewards:any")] * len(getattr(self, "reward_weights", None) or [])
-        self.to_config(model="-", dataset={"path": "-"}, reward_funcs=placeholders)
+        given: dict[str, Any] = {"model": "-", "dataset": {"path": "-"}, "reward_funcs": placeholders}
+        if self.peft is None and getattr(self, "weight_sync", "") == "lora":
+            given["peft"] = {}  # the trainer's `peft_config` may follow
+        self.to_config(**given)
 
     def to_config(self, **given: Any) -> Any:
         """The pydantic config: these arguments and what the trainer class was `given` (model, dataset, reward_funcs, …).

@@ -38,6 +38,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+def peft(**options: Any) -> PeftConfig:
+    return PeftConfig.model_validate(options)
+
+
 def adapted(tied: bool = False, dtype: torch.dtype = torch.float32, **peft: Any) -> Policy:
     """A policy whose adapter has moved away from where it began."""
     policy = tiny_policy(grpo_config(peft={"r": 4, **peft}), dtype, tied=tied)
@@ -92,19 +96,26 @@ def test_a_quantised_base_is_refused_by_config_and_by_model():
     with pytest.raises(ValidationError, match=r"quantization_config: a quantised model \(QLoRA\).*dtype=bfloat16"):
         SFTConfig(model="m", dataset={"path": "d"}, peft={}, model_init_kwargs={"quantization_config": {}})  # type: ignore[arg-type]
     model = build_model()
-    model.is_quantized = True
+    model.is_quantized = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"loaded quantised \(QLoRA\).*dtype=bfloat16"):
-        lora.attach(model, PeftConfig(), "base", 0)
+        lora.attach(model, peft(), "base", 0)
 
 
 @pytest.mark.parametrize(
-    ("peft", "serving"),
-    [({"r": 16}, (16, 6)), ({"r": 17}, (32, 6)), ({"r": 4, "rank_pattern": {"q_proj": 300}}, (320, 6)), ({"r": 513}, None)]
-    + [({"use_dora": True}, None), ({"bias": "all"}, None), ({"modules_to_save": ["lm_head"]}, None)],
+    ("options", "serving"),
+    [
+        ({"r": 16}, (16, 6)),
+        ({"r": 17}, (32, 6)),
+        ({"r": 4, "rank_pattern": {"q_proj": 300}}, (320, 6)),
+        ({"r": 513}, None),
+        ({"use_dora": True}, None),
+        ({"bias": "all"}, None),
+        ({"modules_to_save": ["lm_head"]}, None),
+    ],
 )
-def test_what_a_server_must_take_follows_from_the_adapter(peft, serving):
-    assert grpo_config(peft=peft).adapter_serving == serving
-    assert grpo_config(peft=peft, weight_sync="shared_storage").adapter_serving is None
+def test_what_a_server_must_take_follows_from_the_adapter(options, serving):
+    assert grpo_config(peft=options).adapter_serving == serving
+    assert grpo_config(peft=options, weight_sync="shared_storage").adapter_serving is None
 
 
 def test_lora_sync_needs_an_adapter_that_can_be_served():
@@ -115,7 +126,7 @@ def test_lora_sync_needs_an_adapter_that_can_be_served():
 
 
 @pytest.mark.parametrize(
-    ("tied", "peft", "words"),
+    ("tied", "options", "words"),
     [
         (False, {"target_modules": ["lm_head"]}, "has the output head"),
         (True, {"target_modules": ["embed_tokens"]}, "shares with its head"),
@@ -123,9 +134,9 @@ def test_lora_sync_needs_an_adapter_that_can_be_served():
         (False, {"target_modules": ["nothing"]}, "not found in the base model"),
     ],
 )
-def test_places_where_an_adapter_would_be_overlooked_are_refused(tied, peft, words):
+def test_places_where_an_adapter_would_be_overlooked_are_refused(tied, options, words):
     with pytest.raises(ConfigError, match=words):
-        lora.attach(build_model(tied=tied), PeftConfig(**peft), "base", 0)
+        lora.attach(build_model(tied=tied), peft(**options), "base", 0)
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -138,7 +149,8 @@ def test_every_rank_begins_with_the_same_adapter_that_changes_nothing():
     for one, two in zip(policy.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
     tokens = np.arange(20, dtype=np.int32)
-    assert np.array_equal(*(probe_logprobs(p, tokens, ONE_RANK.device) for p in (plain, policy)))
+    one, two = (probe_logprobs(p, tokens, ONE_RANK.device) for p in (plain, policy))
+    assert np.array_equal(one, two)
 
 
 def test_a_base_of_16_bits_keeps_its_type_and_the_adapter_is_float32():
@@ -262,8 +274,8 @@ def test_the_trainer_takes_a_lora_config_or_a_peft_model(tmp_path):
     assert len(lora.adapter_parameters(policy.model)) == 4, "the adapter it came with, and no other"
     with pytest.raises(ConfigError, match="has an adapter already"):
         AsyncGRPOTrainer(model, reward, args, rows, build_tokenizer(), peft_config=LoraConfig())  # type: ignore[arg-type]
-    by_args = AsyncGRPOConfig(output_dir=str(tmp_path), peft=PeftConfig(r=7))
-    assert AsyncGRPOTrainer(build_model(), reward, by_args, rows, build_tokenizer()).config.peft == PeftConfig(r=7)
+    by_args = AsyncGRPOConfig(output_dir=str(tmp_path), peft=peft(r=7))
+    assert AsyncGRPOTrainer(build_model(), reward, by_args, rows, build_tokenizer()).config.peft == peft(r=7)
 
 
 def test_the_config_records_the_adapter(tmp_path):
@@ -271,6 +283,6 @@ def test_the_config_records_the_adapter(tmp_path):
     checkpoint = latest_whole(tmp_path)
     assert checkpoint is not None
     stored = json.loads((checkpoint / "loopwright_config.json").read_text())
-    assert GRPOConfig.model_validate(stored).peft == PeftConfig(r=4)
+    assert GRPOConfig.model_validate(stored).peft == peft(r=4)
     names = load_file(checkpoint / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.model.layers.") for name in names)
