@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from trainers.adapters import version_of
 from trainers.config import TrainerConfig, TrainerConfigUnion
 from trainers.data import PromptBuilder, load_rows, load_tokenizer
 from trainers.errors import ConfigError, LoopwrightError, ServerError
@@ -31,6 +32,7 @@ from trainers.rewards import RewardFunc, load_callable
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import RequestFailed, SamplingForm
 from trainers.rollouts.scoring import Scorer
+from trainers.server import ServerClient
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -76,12 +78,19 @@ def load_problems(config: TrainerConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def server_generate(
-    urls: Sequence[str], timeout_s: float, max_tokens: int, version: int | None = None, *, candidates: bool = False
+    urls: Sequence[str],
+    timeout_s: float,
+    max_tokens: int,
+    version: int | None = None,
+    *,
+    candidates: bool = False,
+    adapter: str | None = None,
 ) -> Generate:
     """Greedy completions from the servers, many requests at once, shared among them. A prompt that is refused gives None.
 
     Args:
         version: the policy version that the servers must hold; None: whatever they hold.
+        adapter: the one in the servers that is evaluated; None: the served model itself.
         candidates: the servers may have been started to return candidate sets, and then refuse temperature 0.
     """
 
@@ -103,6 +112,7 @@ def server_generate(
                         max_tokens=min(max_tokens, room),
                         seed=0,
                         version=lambda: version,
+                        adapter=adapter,
                     )
                 except RequestFailed as error:
                     logger.warning("evaluation: problem %s failed: %s", prompt.id, error)
@@ -216,16 +226,24 @@ def evaluate(problems: Sequence[Prompt], tokenizer: Any, generate: Generate, rew
     }
 
 
+def newest_adapter(url: str, timeout_s: float) -> str | None:
+    """The newest adapter that a run has put into a server; None: it has none, and the served model is what the run began with."""
+    names = ServerClient(url, timeout_s).loaded_adapters()
+    found = {version: name for name in names if (version := version_of(name)) is not None}
+    return found[max(found)] if found else None
+
+
 def plain_model(source: str, config: TrainerConfig) -> Any:
     """The model of a folder, ready for `generate`, in bfloat16 on a GPU."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from trainers.model import from_pretrained
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else config.dtype
     extra = {"trust_remote_code": True} if config.trust_remote_code else {}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+        model = from_pretrained(source, dtype=dtype, **extra)
         return model.to(device).eval()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {source!r} cannot be loaded: {error}") from error
@@ -243,7 +261,8 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
     limit = max_new_tokens(config)
     if urls:
         timeout_s, candidates = getattr(config, "vllm_server_timeout", 1800.0), getattr(config, "restricts_sampling", False)
-        generate = server_generate(urls, timeout_s, limit, candidates=candidates)
+        adapter = newest_adapter(urls[0], timeout_s) if getattr(config, "adapter_serving", None) else None
+        generate = server_generate(urls, timeout_s, limit, candidates=candidates, adapter=adapter)
     else:
         generate = local_generate(plain_model(source, config), tokenizer, limit)
     return evaluate(problems, tokenizer, generate, reward)
