@@ -74,6 +74,20 @@ async def test_a_step_that_is_not_held_is_an_error_and_the_connection_lives_on(t
         client.close()
 
 
+async def test_a_server_that_closes_ends_its_connections_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path) as (server, path):
+        server.put(step_of(1))
+        client = await asyncio.to_thread(RowClient, path, 30)
+        await asyncio.to_thread(client.fetch, 1, 0)
+    await asyncio.sleep(0)  # what asyncio calls back when a connection's task ends
+    assert caplog.records == []
+    with pytest.raises(RolloutProcessDied):
+        await asyncio.to_thread(client.fetch, 1, 0)
+    client.close()
+
+
 async def test_a_third_step_is_never_held(tmp_path: Path) -> None:
     server = RowServer()
     server.put(step_of(1))

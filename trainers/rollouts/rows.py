@@ -52,7 +52,7 @@ class RowServer:
     def __init__(self) -> None:
         self._steps: dict[int, Step] = {}
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self, path: Path) -> None:
         self._server = await asyncio.start_unix_server(self._connected, path, limit=2**22)
@@ -74,15 +74,15 @@ class RowServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
-            task.cancel()
+        for writer in self._connections.values():
+            writer.transport.abort()  # ends its task; asyncio before Python 3.12 reports one that is cancelled as a fault
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
         channel = AsyncChannel(reader, writer)
         try:
             if same_user(writer.get_extra_info("socket")):
