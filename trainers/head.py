@@ -97,9 +97,10 @@ class _TokenLogprobs(torch.autograd.Function):
         candidates, temperature, softcap, chunk = ctx.options
         low = weight.dtype in (torch.bfloat16, torch.float16)
         d_hidden = torch.empty_like(hidden)
-        # Chunks are summed in float32: bfloat16 would lose small contributions.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32 if low else weight.dtype)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=d_weight.dtype)
+        # Chunks are summed in float32: bfloat16 would lose small contributions. A frozen head (beside an adapter) has no sum.
+        summed = torch.float32 if low else weight.dtype
+        d_weight = torch.zeros_like(weight, dtype=summed) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=summed) if bias is not None and ctx.needs_input_grad[2] else None
         # One column per log-probability handed out: the target's, then those of `top_ids`.
         ids = torch.cat([targets[:, None], top_ids.clamp_min(0)], 1)
         slopes = torch.cat([grads[0][:, None], grads[3].masked_fill(top_ids < 0, 0.0)], 1).div_(temperature)
@@ -120,11 +121,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_logits.mul_(softcap_slope)
             d_logits = d_logits.to(weight.dtype)
             d_hidden[part] = d_logits @ weight
-            d_weight += d_logits.T @ hidden[part]
+            if d_weight is not None:
+                d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def token_logprobs(

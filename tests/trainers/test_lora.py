@@ -24,6 +24,7 @@ from trainers.checkpoint import latest_whole
 from trainers.config import GRPOConfig, PeftConfig, SFTConfig
 from trainers.errors import ConfigError
 from trainers.grpo_trainer import AsyncGRPOConfig, AsyncGRPOTrainer
+from trainers.head import token_logprobs
 from trainers.loop import TrainLoop
 from trainers.model import Policy, build_policy, gathered_parameters, load_model, probe_logprobs
 from trainers.weight_sync.layout import make_layout
@@ -167,6 +168,18 @@ def test_only_the_adapter_is_trained(tmp_path, peft):
     assert moved <= {f"model.{name}" for name in lora.adapter_parameters(policy.model)}
     assert any("lora_B" in name for name in moved) and any("lora_A" in name for name in moved)
     assert len(losses) == 4 and np.isfinite(losses).all()
+
+
+def test_a_frozen_head_passes_the_same_gradient_on_and_gets_none():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((7, 8), (11, 8), (11,)))
+    targets = torch.arange(7)
+    grads = []
+    for trained in (True, False):
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained), bias.clone().requires_grad_(trained)
+        token_logprobs(inputs[0], inputs[1], targets, bias=inputs[2], chunk=3).logprobs.sum().backward()
+        grads.append([tensor.grad for tensor in inputs])
+    assert torch.equal(grads[0][0], grads[1][0]) and grads[0][1] is not None and grads[1][1] is grads[1][2] is None
 
 
 def test_an_optimizer_made_before_the_adapter_is_refused():
