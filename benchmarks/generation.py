@@ -167,7 +167,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             "sampled": through_the_pool(pools[0], 0),
             "top8": through_the_pool(pools[TOPS], TOPS),
         }
-        size = (args.concurrent, args.prompt, args.output, SHAPES[args.shape][-1])
+        size = (args.concurrent, args.prompt, args.output, args.vocabulary)
         for ask in forms.values():
             await timed(ask, args.concurrent, args.concurrent, args.prompt, max(1, args.output // 8), size[-1], seed=0)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
@@ -203,6 +203,7 @@ def main() -> int:
     parser.add_argument("--work-dir", help="for model and logs (default: a temporary folder)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.vocabulary = SHAPES[args.shape][-1]
     with tempfile.TemporaryDirectory(prefix="loopwright-generation-") as folder:
         work_dir = Path(args.work_dir or folder)
         work_dir.mkdir(parents=True, exist_ok=True)

@@ -223,6 +223,7 @@ def test_a_torchvision_of_another_build(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_deep_starts_a_server(home: Path) -> None:
     (found,) = doctor.server(None)
     assert found.status == "ok", found.text

@@ -56,13 +56,14 @@ def test_the_real_server_wants_its_key_on_every_path(vllm_server):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_of_several_api_processes_wants_the_key(tmp_path):
     model = build_tiny_model(tmp_path / "tiny")
     spec = ServerSpec(str(model), name="two", device="cpu", extra_args=("--api-server-count", "2"))
     with LeaseManager(Registry(tmp_path / "registry.db")) as leases:
         server = start_server(spec, leases.lease_port(), key=KEY, log_path=tmp_path / "log")
         try:
-            server.wait_ready(timeout_s=280)
+            server.wait_ready(timeout_s=600)
             check(server.url, KEY)  # every connection goes to whichever process takes it
         finally:
             server.stop()

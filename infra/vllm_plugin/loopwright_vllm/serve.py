@@ -25,12 +25,10 @@ GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 def run_vllm(arguments: list[str]) -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:
-        from vllm.utils import FlexibleArgumentParser
-
+    cli_env_setup()  # workers are spawned, not forked
     parser = FlexibleArgumentParser(prog="vllm")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
