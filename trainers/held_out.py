@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainers import evaluate
 from trainers.config import AsyncTrainerConfig, TrainerConfig
@@ -20,8 +21,18 @@ from trainers.types import Prompt
 class HeldOut:
     """Called by every rank; rank 0 measures, by the servers where the run has any, else by a plain copy of the model."""
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, tokenizer: Any, payload: Payload | None = None) -> None:
-        self.config, self.ranks, self.tokenizer = config, ranks, tokenizer
+    def __init__(
+        self,
+        config: TrainerConfig,
+        ranks: Ranks,
+        tokenizer: Any,
+        payload: Payload | None = None,
+        served_as: Callable[[], str | None] = lambda: None,
+        serving: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        """`serving`: URLs of the servers that hold the policy; default: the config's."""
+        self.config, self.ranks, self.tokenizer, self.served_as = config, ranks, tokenizer, served_as
+        self.serving = serving
         given = payload.reward_funcs if payload is not None else None
         own = config.eval is not None and config.eval.reward_func is not None
         self._reward: RewardFunc | None = None if own or not given else given[0]
@@ -41,7 +52,12 @@ class HeldOut:
         limit = evaluate.max_new_tokens(config)
         if isinstance(config, AsyncTrainerConfig):
             generate = evaluate.server_generate(
-                config.server_urls, config.vllm_server_timeout, limit, version, candidates=config.restricts_sampling
+                config.server_urls if self.serving is None else self.serving(),
+                config.vllm_server_timeout,
+                limit,
+                version,
+                candidates=config.restricts_sampling,
+                adapter=self.served_as(),
             )
         else:
             generate = evaluate.local_generate(self._copy(model, whole), self.tokenizer, limit)
@@ -53,7 +69,7 @@ class HeldOut:
         config = copy.deepcopy(model.config)
         # Initialising a model draws random numbers: training must go on as if there had been no evaluation.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=model.dtype)
+            plain: Any = type(model)._from_config(config, attn_implementation="sdpa", dtype=model.dtype)
         plain.load_state_dict(whole, strict=False)  # tied weights come once
         plain.generation_config = model.generation_config
         return plain.to(device).eval()

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "loopwright"
 SYNC_PATH = "/loopwright/sync"
 CONNECT_TIMEOUT_S = 10.0
+LOOK_TIMEOUT_S = 60.0  # for what a server answers without computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class ServerClient:
         if self.adapter is not None:
             return str(version_of(self.adapter)) if self.adapter in self.loaded_adapters() else "default"
         try:
-            return str(self._call("GET", "/weight_info")["weight_version"])
+            return str(self._call("GET", "/weight_info", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["weight_version"])
         except ServerError as error:
             if "404" not in str(error):
                 raise
@@ -186,7 +187,7 @@ class ServerClient:
 
     def loaded_adapters(self) -> list[str]:
         """Names of the adapters it serves."""
-        models = self._call("GET", "/v1/models")["data"]
+        models = self._call("GET", "/v1/models", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["data"]
         return [str(model["id"]) for model in models if model.get("parent") is not None]
 
     def load_adapter(self, name: str, folder: str) -> None:

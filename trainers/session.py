@@ -87,6 +87,9 @@ def build_loop(
         _rebind(optimizers[0], names, dict(model.named_parameters()))
     algorithm = build_algorithm(config)
     sync = ServerSync(config, ranks, tokenizer, managed=managed_servers) if algorithm.generates else None  # type: ignore[arg-type]
+    held_out = None
+    if config.eval is not None:
+        held_out = HeldOut(config, ranks, tokenizer, payload, lambda: sync and sync.served_as, sync and sync.serving)
     return TrainLoop(
         config,
         algorithm,
@@ -99,7 +102,7 @@ def build_loop(
         optimizers=optimizers,
         weight_sync=sync,
         sink=sink,
-        evaluate=HeldOut(config, ranks, tokenizer, payload) if config.eval is not None else None,
+        evaluate=held_out,
         stored_config=stored_config,
         stop_requested=stop_requested,
     )

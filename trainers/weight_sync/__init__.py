@@ -27,7 +27,7 @@ class WeightSync(Protocol):
         ...
 
     def wanting(self) -> bool:
-        """Whether `admit` has something to do. Rank 0 asks while it waits for rollouts; answers within seconds."""
+        """Whether `admit` has something to do. Rank 0 asks again and again while it waits for rollouts; does not wait."""
         ...
 
     def admit(self, policy: Policy, version: int) -> None:

@@ -117,6 +117,17 @@ class ServerSync:
         """See `WeightSync.news`."""
         return self.watch.news()
 
+    def serving(self) -> list[str]:
+        """URLs of the servers that hold the policy of the last push, asked now; rank 0 only.
+
+        Raises:
+            ServerError: none does.
+        """
+        urls = self.watch.serving()
+        if not urls:
+            raise ServerError("no student server answers that holds the policy")
+        return urls
+
     def _sync(self, policy: Policy, version: int, newcomers_only: bool) -> dict[str, float]:
         for _ in range(ROUNDS):
             metrics = self._round(policy, version, newcomers_only)
@@ -262,6 +273,8 @@ class ServerSync:
             why = f"it computes in {mine.dtype}: serve it with --dtype {wanted.dtype}"
         elif mine.weight_backend != wanted.weight_backend:
             why = f"its weight transfer is {mine.weight_backend!r}, that of the run's servers is {wanted.weight_backend!r}"
+        elif (mine.adapters is None) != (wanted.adapters is None):
+            why = f"it was started with{'out' if mine.adapters is None else ''} --enable-lora, unlike the run's first servers"
         elif mine.max_model_len < wanted.max_model_len:
             why = f"it takes {mine.max_model_len} tokens: serve it with --max-model-len {wanted.max_model_len}"
         else:

@@ -4,7 +4,7 @@
     while rank 0 waits for rollouts: a new or restarted server answers ─▶ `ServerSync.admit` ─▶ rollout process: "servers"
     after every sync ─▶ serving.json
 
-Only rank 0 makes one. Nothing here raises for what a server does: a look at one that hangs ends after a few seconds.
+Only rank 0 uses it. Nothing here raises for what a server does, and nothing waits for one that hangs: looks run in threads.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from trainers.errors import ServerError
 from trainers.inference import InferenceEngine
 from trainers.roster import Listed, Roster, Serving, write_serving
-from trainers.weight_sync.members import Member, Members, each
+from trainers.weight_sync.members import Member, Members, begin
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 3.0
 LOOK_PATIENCE_S = 0.01  # one try
+ANSWER_S = 15.0
 
 
 class Watch:
@@ -34,6 +36,8 @@ class Watch:
         self._members, self._roster, self._folder, self._connect = members, roster, folder, connect
         self._told = {member.client.url for member in members.all}
         self._next_look = 0.0
+        self._looks: dict[Member, tuple[Future[str], str | None]] = {}  # and the version that it should serve
+        self._answered: set[Member] = set()  # at the last look
 
     def refresh(self) -> None:
         """Make the members those of servers.json, if it was written."""
@@ -47,23 +51,39 @@ class Watch:
             logger.info("%s (%s) is no longer a server of this run", member.name, member.client.url)
 
     def wanting(self) -> bool:
-        """Whether somebody is to be taken in or let go. Cheap, but for a look at every server each few seconds."""
-        if self._roster.changed:
-            return True
+        """Whether somebody is to be taken in or let go. Does not wait; a look at every server is begun each few seconds."""
+        for member, (look, expected) in list(self._looks.items()):
+            if look.done():
+                del self._looks[member]
+                self._note_look(member, look, expected)
         now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + LOOK_EVERY_S
-        answers = each(self._members.all, _served)
-        for member, served in answers.items():
-            if member.facts is not None and not isinstance(served, ServerError) and served != member.version:
-                self._members.leave(member, ServerError(f"it was started anew and serves weights {served!r}"))
-                member.retry_at = now
-        return any(
-            member.facts is None and member.refused is None and now >= member.retry_at
-            for member, served in answers.items()
-            if not isinstance(served, ServerError)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            idle = [member for member in self._members.all if member not in self._looks]
+            self._looks |= {member: (look, member.version) for member, look in begin(idle, _served).items()}
+        return self._roster.changed or any(
+            member.facts is None and member.refused is None and member in self._answered and now >= member.retry_at
+            for member in self._members.all
         )
+
+    def _note_look(self, member: Member, look: Future[str], expected: str | None) -> None:
+        self._answered.discard(member)
+        error = look.exception()
+        if isinstance(error, ServerError):
+            return
+        served = look.result()
+        self._answered.add(member)
+        # After a sync the look is of no use: it may have been made before or after.
+        if member.facts is not None and member.version == expected != served:
+            self._members.leave(member, ServerError(f"it was started anew and serves weights {served!r}"))
+            member.retry_at = 0.0
+
+    def serving(self) -> list[str]:
+        """URLs of the servers that answer within seconds and hold the policy."""
+        looks = begin(self._members.inside, _served)
+        wait(looks.values(), ANSWER_S)
+        good = [member for member, look in looks.items() if look.done() and look.exception() is None]
+        return [member.client.url for member in good if looks[member].result() == member.version]
 
     def note(self) -> None:
         """Write down who serves what."""
