@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class AsyncGRPOTrainer:
         processing_class: tokenizer. Default: the model's.
         callbacks: transformers' `TrainerCallback`s, classes or instances.
         optimizers: (optimizer, scheduler) to use in place of those of `args`; the optimizer over `trainer.model.parameters()`.
-        tools: functions the model may call by their `__name__`, sync or async; the docstring and types of each are what the
-            model is shown, by the chat template.
+        tools: one or several functions the model may call by their `__name__`, sync or async; the docstring and types of each
+            are what the model is shown, by the chat template.
         peft_config: `peft.LoraConfig`: train a low-rank adapter in place of the model's own weights. Default: `args.peft`.
         environment_factory: makes the environment of one rollout. Its public methods are tools, `reset(**row)` returns what is
             appended to the prompt (or None), and `get_reward()`, if there is one, is a reward: reward_funcs may then be empty.
@@ -79,7 +79,7 @@ class AsyncGRPOTrainer:
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | None = None,
         peft_config: Any = None,
     ) -> None:
@@ -95,7 +95,7 @@ class AsyncGRPOTrainer:
         self.train_dataset = train_dataset
         self.callbacks = list(callbacks or [])
         self.optimizers = optimizers
-        self.tools = list(tools or [])
+        self.tools: list[Any] = [tools] if callable(tools) else list(tools or [])
         self.environment_factory = environment_factory
         self._given_tokenizer = processing_class
         self._tokenizer: Any = processing_class
@@ -292,7 +292,10 @@ class AsyncGRPOTrainer:
 
 def _import_path(value: Any) -> str:
     """How a checkpoint's configuration names a Python object; nothing is imported by it."""
-    return f"{getattr(value, '__module__', 'python')}:{reward_name(value)}"
+    named = value
+    while isinstance(named, partial):
+        named = named.func
+    return f"{getattr(named, '__module__', 'python')}:{reward_name(value)}"
 
 
 def _set_aside(output_dir: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import httpx
 import pytest
@@ -56,6 +57,22 @@ def test_tools_and_environments_are_looked_at_when_train_is_called(tmp_path):
     with pytest.raises(ConfigError, match=r"tool `undescribed`: .*no docstring"):
         make(tmp_path, tools=[undescribed]).train()
     assert not (tmp_path / "out").exists()
+
+
+def described(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+@pytest.mark.parametrize("tools", [described, [described], [partial(described, b=1)]])
+def test_one_tool_or_several_are_named_by_where_they_are_defined(tmp_path, tools):
+    (spec,) = make(tmp_path, tools=tools).config.tools
+    assert spec.path == f"{__name__}:described"
 
 
 def test_an_environment_may_stand_for_reward_functions_and_prompts(tmp_path):
