@@ -1,4 +1,5 @@
-"""One rank of the weight sync test: `torchrun … sync_worker.py FOLDER`. Two hundred syncs of a sharded policy, some refused."""
+"""One rank of the weight sync test: `torchrun … sync_worker.py FOLDER`. Two hundred syncs of a sharded policy, some refused,
+with a server that comes in their midst."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import grpo_config, tiny_policy
 from trainers.distributed import full, init_distributed, shutdown_distributed
 from trainers.errors import WeightSyncError
+from trainers.roster import Listed, write_servers
 from trainers.weight_sync.sync import ServerSync
 
-SYNCS = 200
+SYNCS, COMES_AT = 200, 100
 
 
 def main(folder: Path) -> None:
@@ -26,7 +28,8 @@ def main(folder: Path) -> None:
     policy = tiny_policy(config, torch.float32, ranks)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "parameters are not sharded"
     planes = [FakeControlPlane(url=f"http://s{index}", reference=served_logprobs) for index in range(2)]
-    sync = ServerSync(config, ranks, None, planes)
+    late = FakeControlPlane(url="http://late", reference=served_logprobs)
+    sync = ServerSync(config, ranks, None, planes, connect={late.url: late}.__getitem__)
     choose, refused, behind = random.Random(0), 0, 0
     for version in range(SYNCS):
         with torch.no_grad():
@@ -41,12 +44,19 @@ def main(folder: Path) -> None:
             refused += 1
         whole = {name: full(parameter.detach()) for name, parameter in policy.model.named_parameters()}
         if ranks.is_main:
+            assert (late.version == str(version) and not late.paused) if version > COMES_AT else not late.weights
             for plane in planes:
                 assert not plane.paused, f"{plane.url} was left paused at version {version}"
                 if plane.version != str(version):
                     behind += 1
                     continue
                 assert all(torch.equal(plane.weights[name], tensor) for name, tensor in whole.items()), version
+        if version == COMES_AT:
+            if ranks.is_main:
+                write_servers(folder, [Listed(url, url) for url in ("http://s0", "http://s1", late.url)])
+            sync.admit(policy, version)
+            if ranks.is_main:
+                assert all(torch.equal(late.weights[name], tensor) for name, tensor in whole.items())
     sync.close()
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps({"refused": refused, "behind": behind}))
     shutdown_distributed()
