@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tests.support.weights import number_weights
 from trainers.config import GRPOConfig, SFTConfig
 from trainers.errors import DatasetError, NoProgress, RolloutProcessDied, ServerError
 from trainers.rollouts.process import RolloutProcess, child_environment
+from trainers.roster import Listed
 from trainers.step_source import STATE_FILE
 
 if TYPE_CHECKING:
@@ -39,6 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[StubServer]:
+    with running_stub() as server:
+        yield server
+
+
+@contextmanager
+def running_stub() -> Iterator[StubServer]:
     """A stub server on an event loop of its own, because the trainer's side blocks."""
     server, loop, stop = StubServer(), asyncio.new_event_loop(), asyncio.Event()
     ready = threading.Event()
@@ -130,6 +138,30 @@ def test_recorded_rows_are_trained_in_order_and_resumed_exactly(tmp_path: Path, 
     rest, finished = run(process, 3, 100)
     process.close()
     assert finished and begun + rest == whole
+
+
+def test_servers_are_changed_in_mid_run_and_a_step_is_waited_for_in_parts(
+    tmp_path: Path, model: Path, stub: StubServer
+) -> None:
+    with running_stub() as other:
+        stub.delay_s = 1000.0
+        process = started(grpo(tmp_path, model, stub.url))
+        try:
+            before = len(stub.requests)
+            process.synced(0)
+            assert not process.ready(1, 0, 0.05)
+            deadline = time.monotonic() + 30
+            while len(stub.requests) == before and time.monotonic() < deadline:
+                assert not process.ready(1, 0, 0.05)
+            # Its requests would never be answered: they are asked of the new one.
+            process.servers([Listed("student-1", other.url)])
+            while not process.ready(1, 0, 1.0):
+                assert time.monotonic() < deadline + 30
+            step = process.next_step(1, 0)
+            assert step is not None and step.totals.sequences > 0 and other.requests
+        finally:
+            stub.delay_s = 0.0
+            process.close()
 
 
 def test_generated_steps_cross_with_their_rows(tmp_path: Path, model: Path, stub: StubServer) -> None:
