@@ -52,6 +52,8 @@ def check_model(model: str) -> None:
     """ModelNotFound when `model` is a path without a model in it. A hub id (`name` or `org/name`) passes unchecked."""
     path = Path(model).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise ModelNotFound(f"{path} holds an adapter: make it a model with `python -m trainers.merge {path} FOLDER`")
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} holds no model: it has no config.json")
     elif path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or path.exists():

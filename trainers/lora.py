@@ -110,9 +110,16 @@ def attach(model: PreTrainedModel, config: PeftConfig, base: str, seed: int, tex
         except ValueError as error:
             raise ConfigError(f"peft: {error}") from error
     _check_places(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+    for name, parameter in adapter_parameters(model).items():
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if not any(part in _MATRICES for part in name.split(".")):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"peft trains {name} whole, in {kind}: small steps would be rounded away. Load the model with dtype=float32, "
+                "or leave out bias and modules_to_save"
+            )
+        parameter.data = parameter.data.float()
 
 
 def _refuse_quantised(model: PreTrainedModel) -> None:

@@ -152,6 +152,12 @@ def test_a_folder_without_a_model(port, tmp_path):
         start_server(ServerSpec(str(tmp_path), device="cpu"), port)
 
 
+def test_an_adapter_is_no_model_and_can_be_made_one(port, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=r"holds an adapter: make it a model with `python -m trainers\.merge"):
+        start_server(ServerSpec(str(tmp_path), device="cpu"), port)
+
+
 def test_an_interpreter_that_does_not_exist_is_the_user_s_error(port, model, tmp_path):
     spec = ServerSpec(model, device="cpu", python=str(tmp_path / "no-python"))
     with pytest.raises(ServerStartFailed, match=r"could not be started: .*no-python") as caught:

@@ -60,6 +60,7 @@ class FakeAdapterServer(FakeControlPlane):
 
     def sampled(self, prompt: np.ndarray, max_tokens: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
         self._call("sample")
+        assert self.adapter is not None, "no adapter was ever loaded"
         generator = torch.Generator().manual_seed(0)
         ids, logprobs = torch.from_numpy(prompt.astype(np.int64))[None], []
         for _ in range(max_tokens):

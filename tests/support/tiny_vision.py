@@ -14,7 +14,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-SPECIAL = {"image_token_id": 61, "video_token_id": 62, "vision_start_token_id": 59, "vision_end_token_id": 60}
+SPECIAL: dict[str, Any] = {"image_token_id": 61, "video_token_id": 62, "vision_start_token_id": 59, "vision_end_token_id": 60}
 
 
 def build_vision_model(kind: str = "qwen3_vl", seed: int = 0, tied: bool = False) -> Any:

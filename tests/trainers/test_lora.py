@@ -160,6 +160,15 @@ def test_a_base_of_16_bits_keeps_its_type_and_the_adapter_is_float32():
     assert types == {True: torch.float32, False: torch.bfloat16}
 
 
+@pytest.mark.parametrize(("options", "words"), [({"modules_to_save": ["lm_head"]}, "lm_head"), ({"bias": "all"}, "bias")])
+def test_what_is_trained_whole_is_not_trained_in_16_bits(options, words):
+    model = build_model(tied=False).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=rf"peft trains \S*{words}\S* whole, in bfloat16: .*dtype=float32"):
+        lora.attach(model, peft(**options), "base", 0)
+
+
 @pytest.mark.parametrize("peft", VARIANTS[:3])
 def test_only_the_adapter_is_trained(tmp_path, peft):
     policy, losses = train(tmp_path, until=4, **peft)
@@ -215,6 +224,14 @@ def test_a_checkpoint_holds_the_adapter_and_not_the_base(tmp_path):
     expected = probe_logprobs(policy, np.arange(20, dtype=np.int32), ONE_RANK.device)
     got = loaded(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].detach().numpy()
     assert np.abs(got - expected).max() < 1e-4
+
+
+def test_a_resume_loads_the_base_and_not_the_checkpoint(tmp_path):
+    base = build_tiny_model(tmp_path / "base", seed=3)
+    (tmp_path / "checkpoint").mkdir()
+    model = load_model(grpo_config(model=str(base), peft={}), str(tmp_path / "checkpoint"))
+    for name, parameter in build_model(seed=3).named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
 
 
 def test_an_adapter_as_model_is_refused_and_says_how_to_merge_it(tmp_path):

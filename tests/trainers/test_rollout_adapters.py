@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,11 @@ class AdapterStub(StubServer):
         super().__init__(**options)
         self.adapters = list(adapters)
         self.version = "default"
+
+    @asynccontextmanager
+    async def run(self, port: int = 0) -> AsyncIterator[AdapterStub]:
+        async with super().run(port):
+            yield self
 
     async def _models(self, request: web.Request) -> web.Response:
         listed = [{"id": "policy", "max_model_len": 64}, *({"id": name, "parent": "policy"} for name in self.adapters)]

@@ -168,6 +168,19 @@ def test_without_adapters_in_the_server_auto_sends_the_merged_weights_and_warns(
     sync.close()
 
 
+@pytest.mark.parametrize("options", [{"r": 4}, {"r": 4, "use_dora": True}])
+def test_a_real_server_without_adapters_serves_the_merged_weights(tmp_path, vllm_server, monkeypatch, options):
+    """The check after each push compares the server's log-probabilities with those of the trainer's adapter."""
+    monkeypatch.setenv("VLLM_API_KEY", vllm_server.key)
+    config = grpo_config(output_dir=str(tmp_path), vllm_server_base_url=vllm_server.url, peft=options, weight_check_steps=1)
+    sync, policy = ServerSync(config, ONE_RANK, build_tokenizer()), tiny_policy(config)
+    for version in range(3):
+        move(policy, version)
+        assert sync.push(policy, version)["perf/weight_probe_abs_diff"] < 1e-3
+    assert sync.served_as is None
+    sync.close()
+
+
 def test_lora_is_not_replaced_by_merged_weights(tmp_path):
     sync, policy = make_sync(tmp_path, FakeAdapterServer(adapters=None), weight_sync="lora")
     with pytest.raises(ServerCapabilityError, match="takes no adapters: start it with --enable-lora --max-lora-rank 8"):
