@@ -11,6 +11,7 @@ from infra.vllm_probe import request
 
 EVERY_S = 5.0
 ANSWER_S = 10.0
+MOMENT_S = 1e-3
 
 
 def answers(url: str) -> bool:
@@ -32,15 +33,19 @@ class Pulse:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="health")
         self._looks: dict[str, Future[bool]] = {}
         self._next: dict[str, float] = {}
+        self._known: set[str] = set()
         self._failing: dict[str, float] = {}  # monotonic time of the first look in a row that failed
 
     def silent_s(self, urls: Iterable[str]) -> dict[str, float]:
-        """Seconds for which each of these has failed every look; 0: it answered the last one. Does not wait."""
+        """Seconds for which each of these has failed every look; 0: it answered the last one. Those that were not looked at yet
+        are left out. Does not wait.
+        """
         wanted, now = set(urls), time.monotonic()
         for url, future in list(self._looks.items()):
             if not future.done():
                 continue
             del self._looks[url]
+            self._known.add(url)
             if future.result():
                 self._failing.pop(url, None)
             else:
@@ -49,10 +54,14 @@ class Pulse:
             if now >= self._next.get(url, 0.0):
                 self._next[url] = now + self._every_s
                 self._looks[url] = self._threads.submit(self._look, url)
-        for known in (self._next, self._failing):
-            for url in known.keys() - wanted:
-                del known[url]
-        return {url: now - self._failing[url] if url in self._failing else 0.0 for url in wanted}
+        for url in self._next.keys() - wanted:
+            del self._next[url]
+            self._failing.pop(url, None)
+            self._known.discard(url)
+        silent_s = dict.fromkeys(wanted & self._known, 0.0)
+        for url in silent_s.keys() & self._failing.keys():
+            silent_s[url] = max(now - self._failing[url], MOMENT_S)
+        return silent_s
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

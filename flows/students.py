@@ -22,7 +22,7 @@ from flows.fleet import UNHEALTHY_S, Fleet, Place
 from flows.server_health import Pulse
 from flows.server_requests import Request, Requests
 from flows.student import Student, needs
-from infra.errors import InfraError, NotEnoughGPUs
+from infra.errors import InfraError, NotEnoughGPUs, ServerUnreachable
 from infra.leases import LeaseManager
 from infra.registry import Registry, RunRow
 from infra.vllm import lacking, probe
@@ -65,6 +65,7 @@ class Students:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="server checks")
         self._pulse = pulse or Pulse()
         self._silent: set[str] = set()  # URLs of given ones of which it was said that they do not answer
+        self._away: set[str] = set()  # URLs of given ones not there when the attempt began: not listed
         self._written: list[Listed] = []
 
     def _next_name(self) -> str:
@@ -86,14 +87,22 @@ class Students:
             self._fleet.lease(self._config.servers.student.count)
 
     def ensure(self) -> None:
-        """Every server up and able to do what the run needs: those there are, else new ones.
+        """Every server up and able to do what the run needs: those there are, else new ones. One given by URL that was there
+        before may be away if another is there.
 
         Raises:
-            InfraError: one did not start, or lacks something.
+            InfraError: one did not start, does not answer, or lacks something.
             ServerCapabilityError: one given by URL lacks something.
         """
+        away: dict[str, ServerUnreachable] = {}
         for url in self._given:
-            self._check(url)
+            try:
+                self._check(url)
+            except ServerUnreachable as error:
+                away[url] = error
+        if away and (not self._written or len(away) == len(self._given)):
+            raise next(iter(away.values()))
+        self._away = set(away)
         self._fleet.ensure()
         self._write()
 
@@ -102,7 +111,7 @@ class Students:
         for request in self._requests.take():
             self._do(request)
         self._answer_checked()
-        silent_s = self._pulse.silent_s([server.url for server in self._listed()])
+        silent_s = self._pulse.silent_s([*self._given, *(server.url for server in self._fleet.listed)])
         self._watch_given(silent_s)
         self._fleet.tend(silent_s, lambda: [server.url for server in read_serving(self._folder)])
         self._write()
@@ -136,7 +145,7 @@ class Students:
         return [*given, *self._fleet.rows]
 
     def _listed(self) -> list[Listed]:
-        return [*self._given.values(), *self._fleet.listed]
+        return [*(server for url, server in self._given.items() if url not in self._away), *self._fleet.listed]
 
     def _write(self) -> None:
         """Tell the trainer, if there are others than it knows of. With none at all it waits for one."""
@@ -147,12 +156,13 @@ class Students:
 
     def _watch_given(self, silent_s: dict[str, float]) -> None:
         for url, server in self._given.items():
-            if url not in self._silent and silent_s[url] > UNHEALTHY_S:
+            if url not in self._silent and silent_s.get(url, 0.0) > UNHEALTHY_S:
                 print(f"{server.name} ({url}) has not answered on /health for {UNHEALTHY_S:.0f} s", flush=True)
                 self._silent.add(url)
-            elif url in self._silent and not silent_s[url]:
+            elif url in self._silent | self._away and silent_s.get(url) == 0.0:
                 print(f"{server.name} ({url}) answers again", flush=True)
-                self._silent.remove(url)
+                self._silent.discard(url)
+                self._away.discard(url)
 
     # What `loopwright servers` asks
 
@@ -195,6 +205,8 @@ class Students:
                 return False, f"the run has started {len(names)} servers itself: {count} cannot be taken away"
         else:
             names = [server.name for server in self._listed() if server.url == url]
+            if url in self._away:
+                return True, f"{self._given.pop(url).name}: taken away; it was not there"
             if not names:
                 return False, f"{url} is none of the run's servers: {', '.join(server.url for server in self._listed())}"
         if all(server.name in names for server in self._listed()):

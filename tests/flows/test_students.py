@@ -210,6 +210,29 @@ def test_servers_given_by_url_are_checked_listed_and_watched(
     assert "".join(shown).count("has not answered") == 1 and made.listed == ["student-0 a", "student-1 b"]
 
 
+def test_a_later_attempt_begins_without_a_given_server_that_is_away_and_lists_it_when_it_is_back(run: Any) -> None:
+    urls = ["http://127.0.0.1/a", "http://127.0.0.1/b"]
+    made = run(servers={"student": {"url": urls}})
+    made.refused[urls[1]] = ServerUnreachable("connection refused")
+    with pytest.raises(ServerUnreachable):
+        made.begin()  # at the first start a wrong address is the likelier cause
+    made.refused.clear()
+    made.students.ensure()
+    made.refused[urls[1]] = ServerUnreachable("connection refused")
+    made.sick.add(urls[1])
+    made.students.ensure()
+    assert made.listed == ["student-0 a"] and made.students.config_fields() == {"vllm_server_base_url": urls[0]}
+    for _ in range(10):
+        made.students.tend()
+        time.sleep(0.01)
+    assert made.listed == ["student-0 a"]
+    made.sick.clear()
+    made.tend_until(lambda: made.listed == ["student-0 a", "student-1 b"])
+    made.refused[urls[0]] = made.refused[urls[1]]
+    with pytest.raises(ServerUnreachable):
+        made.students.ensure()
+
+
 def test_a_given_server_that_lacks_something_is_refused(run: Any) -> None:
     made = run(servers={"student": {"url": "http://127.0.0.1/a"}})
     made.refused["http://127.0.0.1/a"] = ServerCapabilityError("add --enable-scale-out")
