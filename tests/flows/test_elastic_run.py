@@ -22,8 +22,9 @@ PROMPTS = 240
 REWARD = """
 import os, time
 def reward(completions, completion_ids, **columns):
-    if not os.path.exists({finish!r}):
-        time.sleep(8)
+    for _ in range(60):
+        if not os.path.exists({finish!r}):
+            time.sleep(0.5)
     return [index + len(ids) / 100 for index, ids in enumerate(completion_ids)]
 """
 
@@ -91,7 +92,7 @@ def test_servers_die_come_and_go_while_one_attempt_trains_every_prompt_once(
     wait_for(lambda: ended(first["student-0"]), "it is ended", 120)
     wait_for(lambda: len(registry.list_leases("port", run_id=run.id)) == 1, "its port is free", 60)
     assert "student-2: being started" in command("servers", "add", "elastic")
-    wait_for(lambda: "student-2" in serving(), "the added one has the weights", PATIENCE_S)
+    wait_for(lambda: "student-2" in serving() or started[0].poll() is not None, "the added one has the weights", PATIENCE_S)
     assert sorted(serving()) == ["student-1", "student-2"]
 
     finish.touch()
