@@ -172,9 +172,16 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def adapter_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors of what is trained, on the CPU: a collective when sharded. `keep`: False gives none."""
-    whole = {name: full(parameter.detach()) for name, parameter in adapter_parameters(model).items()}
+def adapter_state(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors of what is trained, on the CPU: a collective when sharded.
+
+    Args:
+        keep: False on the ranks that only take part in the gather; they get none.
+        dtype: type of the tensors; None: their own.
+    """
+    whole = {
+        name: full(parameter.detach().to(dtype or parameter.dtype)) for name, parameter in adapter_parameters(model).items()
+    }
     return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()} if keep else {}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.fake_adapters import ABLE, FakeAdapterServer
 from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
@@ -65,6 +66,19 @@ def test_each_version_is_an_adapter_of_its_own_and_the_base_is_never_touched(tmp
         model.get_base_model().model.layers[0].self_attn.q_proj.lora_B["default"].weight for model in server.held.values()
     )
     assert not torch.equal(one, two), "the first version serves what it served"
+
+
+def test_an_adapter_is_sent_in_the_servers_type(tmp_path):
+    server = FakeAdapterServer(dtype="bfloat16")
+    sync, policy = make_sync(tmp_path, server, weight_check_steps=0)
+    move(policy, 0)
+    sync.push(policy, 0)
+    sent = load_file(tmp_path / FOLDER / "policy-v0" / "adapter_model.safetensors")
+    mine = lora.adapter_parameters(policy.model)
+    assert len(sent) == len(mine) and all(tensor.dtype == torch.bfloat16 for tensor in sent.values())
+    for name, parameter in mine.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(sent[lora.PREFIX + name.replace(".default", "")], parameter.detach().bfloat16()), name
 
 
 def test_a_version_stays_for_its_window_and_one_sync_more_and_then_goes_with_its_folder(tmp_path):

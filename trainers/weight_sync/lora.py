@@ -38,12 +38,12 @@ SAMPLED_TOKENS = 24
 
 
 class StagedAdapter(Staging):
-    """The adapter of one version, whole on rank 0's host; made on every rank."""
+    """The adapter of one version in the servers' type, whole on rank 0's host; made on every rank."""
 
-    def __init__(self, policy: Policy, keep: bool) -> None:
+    def __init__(self, policy: Policy, dtype: torch.dtype, keep: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.model: PreTrainedModel = policy.model
-        self.state = lora.adapter_state(policy.model, keep)
+        self.state = lora.adapter_state(policy.model, keep, dtype)
 
 
 class Adapters:

@@ -188,7 +188,7 @@ class ServerSync:
 
     def _stage(self, policy: Policy, task: Task) -> Staging:
         if task.adapter:
-            return StagedAdapter(policy, keep=self.ranks.is_main)
+            return StagedAdapter(policy, getattr(torch, task.dtype), keep=self.ranks.is_main)
         dtype = getattr(torch, task.dtype)
         layout = self.layouts.get(task.everything)
         if layout is None:
