@@ -109,12 +109,18 @@ class StepTimer:
 
 def bottleneck(step_s: float, wait_s: float, backpressure_s: float) -> str:
     """Which side limits, with the option to turn. Both times are compared with the step's wall clock."""
-    if wait_s > 0.2 * step_s and wait_s >= backpressure_s:
+    waited, held_back = wait_s > 0.2 * step_s, backpressure_s > 0.2 * step_s
+    if waited and held_back:
+        return (
+            f"serial: the trainer waited {wait_s:.2f} s of {step_s:.2f} s for rollouts, while no more of them might start "
+            "before its next sync; raise max_staleness"
+        )
+    if waited:
         return (
             f"generation-bound: the trainer waited {wait_s:.2f} s of {step_s:.2f} s for rollouts; "
             "raise max_concurrent_rollouts or max_staleness, or add student servers"
         )
-    if backpressure_s > 0.2 * step_s:
+    if held_back:
         return (
             f"trainer-bound: generation was held back {backpressure_s:.2f} s of {step_s:.2f} s; "
             "add trainer ranks, or lower gradient_checkpointing's cost"

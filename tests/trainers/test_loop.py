@@ -307,7 +307,8 @@ def test_gradients_are_clipped_to_the_global_norm(tmp_path):
         (1.0, 0.5, 0.0, "generation-bound"),
         (1.0, 0.0, 0.9, "trainer-bound"),
         (1.0, 0.05, 0.05, "balanced"),
-        (1.0, 0.6, 0.3, "generation-bound"),
+        (1.0, 0.6, 0.1, "generation-bound"),
+        (1.0, 0.6, 0.9, "serial"),
     ],
 )
 def test_the_bottleneck_line_names_the_side_and_the_option(step_s, wait_s, held_s, side):
