@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fake_adapters import ABLE
 from tests.support.fake_control_plane import FakeControlPlane
 from tests.support.policies import grpo_config, tiny_policy
 from trainers.errors import ServerCapabilityError
@@ -17,6 +19,7 @@ from trainers.weight_sync.changes import Changes
 from trainers.weight_sync.choose import choose, machine
 from trainers.weight_sync.ipc import Ipc, _parts
 from trainers.weight_sync.layout import make_layout
+from trainers.weight_sync.lora import Adapters
 from trainers.weight_sync.members import Member
 from trainers.weight_sync.shared_storage import SharedStorage
 from trainers.weight_sync.stock import Stock
@@ -26,7 +29,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def member(url: str = "http://127.0.0.1:8000", backend: str = BACKEND, **worker: Any) -> Member:
     workers = [{"gpu_uuid": None, "machine": machine(), **worker}]
-    return Member(FakeControlPlane(url=url), ServerFacts("m", "bfloat16", 512, backend, tuple(workers)))
+    return Member(FakeControlPlane(url=url), facts=ServerFacts("m", "bfloat16", 512, backend, tuple(workers)))
 
 
 def chosen(members: list[Member], device: torch.device, monkeypatch, uuids: tuple = ("GPU-a",), **fields: Any):
@@ -81,7 +84,7 @@ def test_servers_with_vllms_own_engine_are_sent_to_through_it_from_a_gpu(monkeyp
 
 
 def test_a_broadcast_needs_to_know_the_workers(monkeypatch):
-    unknown = Member(FakeControlPlane(), ServerFacts("m", "bfloat16", 512, BACKEND))
+    unknown = Member(FakeControlPlane(), facts=ServerFacts("m", "bfloat16", 512, BACKEND))
     with pytest.raises(ServerCapabilityError, match="--worker-extension-cls"):
         chosen([unknown], CPU, monkeypatch, weight_sync="nccl")
 
@@ -93,3 +96,13 @@ def test_rounds_through_a_window_bring_every_bucket_once_and_fit():
     assert [index for part, _ in parts for index in part] == list(range(len(layout.buckets)))
     assert all(part and sum(layout.buckets[index] for index in part) <= room for part, _ in parts)
     assert [last for _, last in parts] == [False] * (len(parts) - 1) + [True] and len(parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("peft", "able", "way"), [({"r": 4}, True, Adapters), ({"r": 4}, False, SharedStorage), (None, False, SharedStorage)]
+)
+def test_adapters_go_alone_to_servers_that_take_them(tmp_path, monkeypatch, peft, able, way):
+    server = member()
+    assert server.facts is not None
+    server.facts = replace(server.facts, adapters=ABLE if able else None)
+    assert isinstance(chosen([server], CPU, monkeypatch, peft=peft, output_dir=str(tmp_path)), way)
