@@ -132,7 +132,7 @@ def test_a_server_that_is_down_is_let_be_until_it_answers(tmp_path):
     assert servers.serving() == {"a": 1, "b": 1}
 
 
-def test_when_all_died_in_a_sync_their_replacement_gets_what_they_should_have_got(tmp_path):
+def test_when_all_died_in_a_sync_their_replacement_gets_what_they_should_have_got(tmp_path, caplog):
     servers = Servers(tmp_path, "a", vllm_server_timeout=30)
     servers.sync.push(tiny_policy(), 0)
     dead, new = servers.planes["a"], servers.planes["b"]
@@ -150,6 +150,7 @@ def test_when_all_died_in_a_sync_their_replacement_gets_what_they_should_have_go
     metrics = servers.sync.push(policy, 1)
     assert holds(new, policy) and new.version == "1" and metrics["perf/weight_sync_bytes"] > 0
     assert servers.news() == ["b"] and servers.serving() == {"b": 1}
+    assert "http://a leaves the group, nobody is left, a server is waited for" in caplog.text
 
 
 def test_without_a_replacement_the_wait_ends(tmp_path):

@@ -135,7 +135,8 @@ class Members:
         member.facts, member.why, member.retry_at = None, str(why), time.monotonic() + RETRY_S
         member.forget()
         if not member.reported:
-            logger.warning("%s leaves the group, the others go on: %s", member.client.url, why)
+            others = "the others go on" if self.inside else "nobody is left, a server is waited for"
+            logger.warning("%s leaves the group, %s: %s", member.client.url, others, why)
             member.reported = True
 
 
