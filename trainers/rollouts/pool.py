@@ -247,7 +247,13 @@ class ServerPool:
             limit_s = min(deadline - time.monotonic(), self._budget_s / 2)
             try:
                 turn = await server.attempt(
-                    limit_s, prompt_ids, temperature=temperature, max_tokens=max_tokens, seed=seed, version=wanted, adapter=adapter
+                    limit_s,
+                    prompt_ids,
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    seed=seed,
+                    version=wanted,
+                    adapter=adapter,
                 )
                 self._last_error = None
                 return turn
