@@ -122,6 +122,21 @@ async def test_a_tool_call_its_result_and_the_answer_are_one_sample() -> None:
     assert metrics["completions/mean_length"] == (float(step.totals.tokens), 2.0)
 
 
+def half(of: str) -> str:
+    """Half of a pair.
+
+    Args:
+        of: The pair.
+    """
+    return of + "\ud83d"
+
+
+async def test_a_result_that_is_no_unicode_text_is_shown_as_far_as_it_is() -> None:
+    rollouts, _, _, stub = await converse(once(call("half", of="a")), [half])
+    assert [rollout.tool_calls[0].result for rollout in rollouts] == ["a?", "a?"]
+    assert responses(stub.requests[-1]["token_ids"]) == ["a?"]
+
+
 async def test_calls_of_one_turn_run_in_the_models_order() -> None:
     calls_made.clear()
     said = "\n".join([call("add", a=1, b=1), call("slow_add", a=2, b=2), call("add", a=3, b=3)])

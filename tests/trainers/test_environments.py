@@ -13,6 +13,7 @@ from tests.support.stub_server import StubServer
 from tests.support.tool_chat import call, responses, text, tool_tokenizer
 from trainers.errors import ConfigError
 from trainers.rollouts.environments import with_observation
+from trainers.rollouts.protocol import RequestFailed
 from trainers.types import Prompt
 
 TOOLS: dict[str, Any] = {"tokenizer": tool_tokenizer(), "max_completion_length": 1000, "token_budget": -1, "num_generations": 2}
@@ -269,4 +270,7 @@ def test_an_observation_is_appended_to_the_last_message() -> None:
     assert with_observation(plain, [image])[-1]["content"] == [{"type": "text", "text": "u"}, image]
     parts = Prompt(0, 0, [{"role": "user", "content": [image]}], {}, None)  # type: ignore[arg-type]
     assert with_observation(parts, "!")[-1]["content"] == [image, {"type": "text", "text": "!"}]
+    for wrong in ([{"role": "user", "content": "?"}], ["text"]):
+        with pytest.raises(RequestFailed, match=r"reset returned \[.*\]: return text, or a list of content parts"):
+            with_observation(plain, wrong)
     assert plain.messages[-1] == {"role": "user", "content": "u"} and parts.messages[-1]["content"] == [image]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.rollout_runs import by_rank, only_step, running
 from tests.support.stub_server import StubServer
-from trainers.errors import ConfigError, DatasetError, RolloutFailures
+from trainers.errors import ConfigError, DatasetError, NoProgress, RolloutFailures
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.types import Prompt, Rollout, RolloutGroup
 
@@ -245,6 +245,91 @@ async def test_a_fault_in_a_hook_ends_the_run_with_it() -> None:
     async with running(StubServer(), [by_rank], loop_class=Broken) as engine:
         with pytest.raises(ZeroDivisionError, match="in the hook"):
             await only_step(engine)
+
+
+@pytest.mark.parametrize("given", [None, 1.0, np.zeros(7), np.zeros((3, 1)), ["a", "b", "c"]])
+async def test_advantages_that_are_not_one_per_rollout_are_refused(given: Any) -> None:
+    class Wrong(AsyncRolloutLoop):
+        def compute_advantages(self, group: RolloutGroup) -> Any:
+            return given
+
+    async with running(StubServer(), [by_rank], loop_class=Wrong) as engine:
+        with pytest.raises(ConfigError, match=r"Wrong\.compute_advantages returned .* for 3 rollouts: return one number per"):
+            await only_step(engine)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.0])
+async def test_advantages_must_be_finite_where_the_group_is_kept(spread: float) -> None:
+    class Wrong(AsyncRolloutLoop):
+        def compute_advantages(self, group: RolloutGroup) -> Any:
+            return [np.nan] * len(group.rollouts)
+
+    def reward(completions: list[Any]) -> list[float]:
+        return [spread * i for i in range(len(completions))]
+
+    async with running(StubServer(), [reward], loop_class=Wrong) as engine:
+        if spread:
+            with pytest.raises(ConfigError, match=r"compute_advantages returned \[nan, nan, nan\]: give every"):
+                await only_step(engine)
+        else:  # dropped for equal rewards
+            assert await only_step(engine) is None
+
+
+@pytest.mark.parametrize("hook", ["filter_prompt", "compute_advantages"])
+async def test_a_hook_that_must_not_be_async_is_refused(hook: str) -> None:
+    async def asynchronous(self: Any, *arguments: Any) -> bool:
+        return False
+
+    loop_class = type("Mine", (AsyncRolloutLoop,), {hook: asynchronous})
+    async with running(StubServer(), [by_rank], loop_class=loop_class) as engine:
+        with pytest.raises(ConfigError, match=rf"Mine\.{hook} is async: write it with `def`"):
+            await only_step(engine)
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_setup_that_does_not_return_is_named(own: bool) -> None:
+    class Waiting(AsyncRolloutLoop):
+        async def setup(self) -> None:
+            if own:
+                raise TimeoutError("the index did not answer")
+            await asyncio.sleep(3600)
+
+    error, message = (TimeoutError, "the index") if own else (NoProgress, r"Waiting\.setup\(\) did not return within 0 s")
+    with pytest.raises(error, match=message):
+        async with running(StubServer(), [by_rank], loop_class=Waiting, rollout_worker_timeout=0.2):
+            pass
+
+
+async def test_something_that_is_cancelled_in_generate_one_costs_one_rollout() -> None:
+    class Impatient(AsyncRolloutLoop):
+        calls = 0
+
+        async def generate_one(self, prompt: Prompt) -> Rollout:
+            self.calls += 1
+            if self.calls == 1:
+                task = asyncio.create_task(asyncio.sleep(3600))
+                task.cancel()
+                await task
+            return await super().generate_one(prompt)
+
+    async with running(StubServer(), [by_rank], prompts=2, loop_class=Impatient) as engine:
+        step = await only_step(engine)
+    assert step.totals.groups == 2 and step.totals.sequences == 5
+    assert step.metrics["rollout/failed_total/generate"][0] == 1
+
+
+@pytest.mark.parametrize("given", [None, "good"])
+async def test_a_reward_of_generate_one_is_a_number_or_none(given: Any) -> None:
+    class Mine(AsyncRolloutLoop):
+        async def generate_one(self, prompt: Prompt) -> Rollout:
+            rollout = await super().generate_one(prompt)
+            rollout.reward = given
+            return rollout
+
+    async with running(StubServer(), [by_rank], prompts=2, loop_class=Mine) as engine:
+        step = await only_step(engine)
+    assert engine.ledger.state_dict()["dropped"] == ({} if given is None else {"failed": 2})
+    assert (step is None) == (given is not None)
 
 
 async def test_rewards_that_do_not_fit_the_config_are_refused() -> None:

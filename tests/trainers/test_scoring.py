@@ -90,7 +90,10 @@ async def test_an_answer_that_is_no_list_of_the_right_length_fails(answer: Any) 
     if answer == [1.0]:  # right for one completion at a time
         assert [rollout.reward for rollout in rollouts] == [1.0] * 3
     else:
-        assert all("reward: reward: " in str(rollout.failed) for rollout in rollouts)
+        assert all(
+            re.fullmatch(r"reward: reward: ValueError: returned .*; a reward function returns a list .* per completion", text)
+            for text in (str(rollout.failed) for rollout in rollouts)
+        ), rollouts[0].failed
 
 
 def parse(text: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainers.errors import ConfigError
 from trainers.rollouts.reconcile import TokenSequence, reconcile
 from trainers.types import Rollout, RolloutGroup, Sample, TurnRecord
 
@@ -91,9 +92,18 @@ def rollout_samples(rollout: Rollout, advantage: float, fork_threshold_tokens: i
 
 
 def group_samples(group: RolloutGroup, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:
-    """The samples of all rollouts of a group; without advantages they are 0."""
+    """The samples of all rollouts of a group; without advantages they are 0.
+
+    Raises:
+        ConfigError: its advantages are not finite.
+    """
     advantages = group.advantages if group.advantages is not None else np.zeros(len(group.rollouts), np.float32)
     assert len(advantages) == len(group.rollouts), f"{len(advantages)} advantages for {len(group.rollouts)} rollouts"
+    if not np.isfinite(advantages).all():
+        raise ConfigError(
+            f"compute_advantages returned {advantages.tolist()}: give every rollout a finite number, and 0 to one whose reward "
+            "is NaN, which means that no reward function applied to it"
+        )
     return [
         sample
         for rollout, value in zip(group.rollouts, advantages, strict=True)

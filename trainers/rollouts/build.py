@@ -104,7 +104,11 @@ async def build_engine(
             progress=lambda: holder[0].progress(),
         )
         say(f"waiting for {', '.join(config.server_urls)}, and for setup()")
-    await source.open()
+    try:
+        await source.open()
+    except BaseException:
+        await source.close()  # connections, and environments that were made
+        raise
     budget = config.token_budget
     token_budget = source.max_sequence_tokens if budget is None else budget if budget > 0 else None
     engine = StepEngine(

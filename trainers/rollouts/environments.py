@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_TOOLS = ("reset", "get_reward", "close")
 _CLOSE_LIMIT_S = 10.0
+_SHOWN_CHARS = 200  # of an observation that is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,21 @@ class Environments:
 
 
 def with_observation(prompt: Prompt, observation: Any) -> list[Message]:
-    """The prompt's messages, the observation appended to the last one's content."""
+    """The prompt's messages, the observation appended to the last one's content.
+
+    Raises:
+        RequestFailed: it is a list, and not of content parts.
+    """
     if observation is None:
         return prompt.messages
     *before, last = prompt.messages
     content = last["content"]
+    if isinstance(observation, list) and not all(isinstance(part, dict) and "type" in part for part in observation):
+        raise RequestFailed(
+            "environment",
+            f"reset returned {str(observation)[:_SHOWN_CHARS]}: return text, or a list of content parts such as "
+            '{"type": "text", "text": …}; what is not text yet, `str` or `json.dumps` makes text',
+        )
     if isinstance(content, list) or isinstance(observation, list):  # parts, as multimodal templates take them
         parts = [
             value if isinstance(value, list) else [{"type": "text", "text": str(value)}] for value in (content, observation)

@@ -25,7 +25,7 @@ import numpy as np
 from trainers.algorithms import Algorithm, GenerationRequest
 from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
-from trainers.errors import ServerError
+from trainers.errors import ConfigError, NoProgress, ServerError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rollouts.conversation import Conversations, Limits
 from trainers.rollouts.failures import FailureWindow
@@ -151,7 +151,16 @@ class AsyncRolloutLoop:
         self.max_sequence_tokens = facts.max_model_len
         outcome = self.setup()
         if inspect.isawaitable(outcome):
-            await outcome
+            limit_s = self._settings.rollout_worker_timeout
+            try:
+                async with asyncio.timeout(limit_s) as scope:
+                    await outcome
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise  # one of its own
+                raise NoProgress(
+                    f"{type(self).__name__}.setup() did not return within {limit_s:.0f} s (rollout_worker_timeout)"
+                ) from error
 
     def synced(self, version: int, served_as: str | None = None) -> None:
         self._version, self._served_as = version, served_as
@@ -181,7 +190,7 @@ class AsyncRolloutLoop:
     async def _feed(self, prompts: AsyncIterator[Prompt], ready: asyncio.Queue, tasks: set[asyncio.Task[None]]) -> None:
         try:
             async for prompt in prompts:
-                if not self.filter_prompt(prompt.row, prompt.data, prompt.epoch):
+                if not _now(self, "filter_prompt", self.filter_prompt(prompt.row, prompt.data, prompt.epoch)):
                     ready.put_nowait(Dropped(prompt, "filtered"))
                     await asyncio.sleep(0)
                 elif len(prompt.token_ids) > self.max_sequence_tokens - 1:
@@ -223,7 +232,8 @@ class AsyncRolloutLoop:
             if len(group.rollouts) < min(2, len(requests)):
                 ready.put_nowait(Dropped(prompt, "failed"))
                 return
-            group.advantages = np.asarray(self.compute_advantages(group), dtype=np.float32)
+            advantages = _now(self, "compute_advantages", self.compute_advantages(group))
+            group.advantages = _one_each(self, advantages, len(group.rollouts))
             self._measure(group)
             ready.put_nowait(group)
         except Exception as error:  # a fault in a hook or here: the run ends with it
@@ -257,7 +267,10 @@ class AsyncRolloutLoop:
             rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
         except ServerError:
             raise  # no matter of this rollout alone
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the run ends, or the group is given up; else something that the hook awaited was cancelled
             rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}")
         finally:
             del self._generating[lease]
@@ -314,3 +327,26 @@ class AsyncRolloutLoop:
         await self._scorer.close()
         await self._conversations.close()
         await self._pool.close()
+
+
+def _now(loop: AsyncRolloutLoop, hook: str, value: Any) -> Any:
+    """What a synchronous hook returned. A coroutine is refused: as a value it would be true, whatever it comes to."""
+    if not inspect.iscoroutine(value):
+        return value
+    value.close()
+    raise ConfigError(f"{type(loop).__name__}.{hook} is async: write it with `def`, as all but setup and generate_one are")
+
+
+def _one_each(loop: AsyncRolloutLoop, advantages: Any, rollouts: int) -> np.ndarray:
+    """float32 [G]: what `compute_advantages` returned. Whether they are finite matters only where the group is kept."""
+    try:
+        values = np.asarray(advantages, dtype=np.float32)
+    except (TypeError, ValueError):
+        values = None
+    if advantages is None or values is None or values.shape != (rollouts,):
+        gave = repr(advantages) if values is None or not values.ndim else f"an array of shape {values.shape}"
+        raise ConfigError(
+            f"{type(loop).__name__}.compute_advantages returned {gave} for {rollouts} rollouts: return one number per rollout "
+            "of group.rollouts, in that order"
+        )
+    return values

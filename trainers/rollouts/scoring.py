@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _UNLIMITED_S = 1e9  # a judge may take its time; one that never returns is a matter of the watchdog, which names it
 _MESSAGE_CHARS = 500
+_SHOWN_CHARS = 100  # of what a function returned
 _ENGINE = str(Path(__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -105,6 +106,14 @@ def _where(error: BaseException) -> str:
     ]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-2:] or frames[-1:])
+
+
+def _number(value: Any) -> float | None:
+    """A custom loop's reward as a number, NaN for none; None: it is no number."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 class Scorer:
@@ -182,7 +191,8 @@ class Scorer:
 
     def _failed(self, function: _Function, rollout: Rollout, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS]
-        rollout.failed = f"reward: {function.name}: {message} ({_where(error)})"
+        where = _where(error)
+        rollout.failed = f"reward: {function.name}: {message}" + (f" ({where})" if where else "")
         if not function.told:  # once: the run's cause says where, the whole traceback stands only here
             function.told = True
             logger.warning("reward function %s raised; further errors of it are counted only", function.name, exc_info=error)
@@ -193,17 +203,25 @@ class Scorer:
         with function.call(len(rollouts)):
             values = await self._side.call(function.function, **arguments)
         self._metrics.add(f"rewards/{function.name}_call_s", time.monotonic() - begun)
-        values = [None if value is None else float(value) for value in values]
+        expected = "a reward function returns a list with one number, or None where it does not apply, per completion"
+        try:
+            values = [None if value is None else float(value) for value in values]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"returned {str(values)[:_SHOWN_CHARS]} ({error}); {expected}") from error
         if len(values) != len(rollouts):
-            raise ValueError(f"returned {len(values)} values for {len(rollouts)} completions")
+            raise ValueError(f"returned {len(values)} values for {len(rollouts)} completions; {expected}")
         return values
 
     def _total(self, rollout: Rollout) -> None:
         weights = {function.name: function.weight for function in self.functions}
         given = [(weights.get(name, 1.0), value) for name, value in rollout.rewards.items()]
         parts = [weight * value for weight, value in given if value is not None]
-        if not math.isnan(rollout.reward):
-            parts.append(rollout.reward)
+        if (given_reward := _number(rollout.reward)) is None:
+            rollout.failed = f"reward: `generate_one` set {rollout.reward!r}: set a number, or leave it NaN for none"
+            rollout.reward = math.nan
+            return
+        if not math.isnan(given_reward):
+            parts.append(given_reward)
         rollout.reward = sum(parts) if parts else math.nan
         if parts and not math.isfinite(rollout.reward):
             rollout.failed = f"reward: the sum of {rollout.rewards} and what `generate_one` set is {rollout.reward}"

@@ -108,6 +108,8 @@ class Toolbox:
         for call in calls:
             began_s, began = time.time(), time.monotonic()
             result, error = await self._call(call, side)
+            # Half a surrogate pair, from the model's JSON or a file name, is no text that a tokenizer takes.
+            result = result.encode("utf-8", "replace").decode()
             records.append(ToolCall(turn, call.name, call.arguments, result, error, began_s, time.monotonic() - began))
             message: Message = {"role": "tool", "name": call.name, "content": result}
             messages.append({**message, "tool_call_id": call.id} if call.id is not None else message)
