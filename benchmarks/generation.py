@@ -132,8 +132,8 @@ def through_the_pool(pool: ServerPool, tops: int) -> Ask:
 
 async def timed(
     ask: Ask, requests: int, concurrent: int, prompt: int, output: int, vocabulary: int, seed: int
-) -> tuple[float, float]:
-    """Tokens per second, and the share of a core that this process took."""
+) -> tuple[int, float, float]:
+    """Tokens, the seconds they took, and the share of a core that this process took."""
     draw = np.random.default_rng(seed)
     prompts = iter(draw.integers(0, vocabulary - 2, (requests, prompt), dtype=np.int32))
     seeds = iter(draw.integers(0, 2**62, requests).tolist())
@@ -142,14 +142,15 @@ async def timed(
     async def one() -> None:
         nonlocal tokens
         for ids in prompts:
-            tokens += await ask(ids, output, next(seeds))
+            came = await ask(ids, output, next(seeds))  # apart: `+=` would add to the count as it was before the wait
+            tokens += came
 
     began, cpu = time.perf_counter(), time.process_time()
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrent):
             group.create_task(one())
     seconds = time.perf_counter() - began
-    return tokens / seconds, (time.process_time() - cpu) / seconds
+    return tokens, seconds, (time.process_time() - cpu) / seconds
 
 
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +171,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         size = (args.concurrent, args.prompt, args.output, args.vocabulary)
         for ask in forms.values():
             await timed(ask, args.concurrent, args.concurrent, args.prompt, max(1, args.output // 8), size[-1], seed=0)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+        found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in forms}
         for number in range(args.rounds):
             for at, (name, ask) in enumerate(forms.items()):
                 found[name].append(await timed(ask, args.concurrent, *size, seed=1 + 3 * number + at))
@@ -178,13 +179,13 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         await client.close()
         for pool in pools.values():
             await pool.close()
-    speed = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
+    speed = {name: statistics.median(tokens / seconds for tokens, seconds, _ in rounds) for name, rounds in found.items()}
     assert client.facts is not None
     return {
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
         "frac_sampled": round(speed["sampled"] / speed["none"], 3),
         "frac_top8": round(speed["top8"] / speed["none"], 3),
-        "client_cpu": {name: round(max(cpu for _, cpu in rounds), 2) for name, rounds in found.items()},
+        "client_cpu": {name: round(max(cpu for *_, cpu in rounds), 2) for name, rounds in found.items()},
         "endpoint": GENERATE if client.facts.generate else "/v1/completions",
     }
 

@@ -190,7 +190,9 @@ class SFTConfig(TrainerConfig):
 class AsyncTrainerConfig(TrainerConfig):
     """What every algorithm that generates has."""
 
-    max_completion_length: int = Field(2048, ge=1, description="Most tokens sampled per completion, all turns together. Default 2048.")
+    max_completion_length: int = Field(
+        2048, ge=1, description="Most tokens sampled per completion, all turns together. Default 2048."
+    )
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1."
     )

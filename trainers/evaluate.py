@@ -227,7 +227,7 @@ def evaluate(problems: Sequence[Prompt], tokenizer: Any, generate: Generate, rew
 
 
 def newest_adapter(url: str, timeout_s: float) -> str | None:
-    """The newest adapter that a run has put into a server; None: it has none, and the served model is what the run began with."""
+    """The newest adapter that a run has put into a server; None: it has none, and the served model is the run's first."""
     names = ServerClient(url, timeout_s).loaded_adapters()
     found = {version: name for name in names if (version := version_of(name)) is not None}
     return found[max(found)] if found else None

@@ -69,8 +69,8 @@ class InferenceEngine(Protocol):
 
 
 class AdapterEngine(InferenceEngine, Protocol):
-    """One that serves low-rank adapters beside its base model; requests name theirs as `model`. `weight_version` is then that of
-    `adapter` for as long as it is loaded."""
+    """One that serves low-rank adapters beside its base model; requests name theirs as `model`. `weight_version` is then that
+    of `adapter` for as long as it is loaded."""
 
     adapter: str | None  # the newest
 

@@ -83,8 +83,8 @@ class StepSource(Protocol):
     def synced(self, version: int, served_as: str | None = None) -> None:
         """The servers hold policy `version`; sources that do not generate ignore it. Does not wait.
 
-        `served_as`: the adapter that requests of this version name. It stays for `max_staleness` further versions; what is still
-        generated with it then is to be given up. None: the served model itself, which changes under requests in flight.
+        `served_as`: the adapter that requests of this version name. It stays for `max_staleness` further versions; what is
+        still generated with it then is to be given up. None: the served model itself, which changes under requests in flight.
         """
         ...
 

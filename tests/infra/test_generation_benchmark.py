@@ -8,13 +8,22 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from benchmarks.generation import TOPS, measure, through_the_pool
+from benchmarks.generation import TOPS, measure, through_the_pool, timed
 from benchmarks.sync_server import Server
 from trainers.errors import ServerCapabilityError
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import SamplingForm
 
 pytestmark = pytest.mark.server
+
+
+def test_tokens_of_requests_that_wait_side_by_side_are_all_counted():
+    async def ask(prompt: np.ndarray, tokens: int, seed: int) -> int:
+        await asyncio.sleep(0)
+        return tokens
+
+    tokens, seconds, _ = asyncio.run(timed(ask, 20, 8, 4, 5, 64, seed=0))
+    assert tokens == 100 and seconds > 0
 
 
 @pytest.fixture(autouse=True)

@@ -83,8 +83,8 @@ _MASK_DECODER = msgspec.json.Decoder(list[list[int]] | None)
 def read_answer(
     form: SamplingForm, data: bytes, prompt_ids: np.ndarray, version: int | None, by_adapter: bool = False
 ) -> TurnRecord:
-    """The turn of an answer of status 200 to a request of that form. `by_adapter`: `version` is that of the adapter it named, and
-    what the server says of versions is of its base model.
+    """The turn of an answer of status 200 to a request of that form. `by_adapter`: `version` is that of the adapter it named,
+    and what the server says of versions is of its base model.
 
     Raises:
         Retryable: the body is no such answer, or the server aborted the request.
