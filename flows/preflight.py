@@ -1,6 +1,6 @@
-"""What can be known to be wrong before anything is started: model, dataset, reward functions, servers given by URL.
+"""What can be known to be wrong before anything is started: model, dataset, functions of the user's, servers given by URL.
 
-Needs no torch. Reward functions are imported here, because an import error in an hour is dearer than one now.
+Needs no torch. The user's functions are imported here, because an import error in an hour is dearer than one now.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def preflight(config: RunConfig) -> None:
         except Exception as error:  # importing runs the user's module: anything may come out of it
             lines.append(f"{name}: {_first_line(error)}")
     training = {name: function for name, function in rewards.items() if name != "eval.reward_func"}
-    lines.extend(check_dataset("dataset", config.dataset, training, completions=config.type == "sft"))
+    asks = getattr(config, "environment_factory", None) is not None  # an environment may give the whole prompt
+    lines.extend(check_dataset("dataset", config.dataset, training, completions=config.type == "sft", prompts=not asks))
     if config.eval is not None:
         scorer = next((name for name in ("eval.reward_func", "reward_funcs.0") if name in rewards), None)
         scorers = {scorer: rewards[scorer]} if scorer else {}
@@ -50,6 +51,7 @@ def preflight(config: RunConfig) -> None:
         if config.type == "sft" and config.eval.reward_func is None:
             lines.append("eval.reward_func: is required for a supervised run, which has no reward functions to score with")
     if isinstance(config, GRPORunConfig):
+        lines.extend(check_conversations(config))
         lines.extend(check_server("servers.student", config))
     if lines:
         raise (RewardTypeError if lambdas else ConfigErrors)(lines)
@@ -79,7 +81,11 @@ def check_model(model: str) -> Iterator[str]:
 
 
 def check_dataset(
-    name: str, dataset: DatasetConfig, rewards: Mapping[str, Callable[..., Any]], completions: bool = False
+    name: str,
+    dataset: DatasetConfig,
+    rewards: Mapping[str, Callable[..., Any]],
+    completions: bool = False,
+    prompts: bool = True,
 ) -> Iterator[str]:
     """It can be read, and has the columns that the run and its reward functions need."""
     from trainers.data import load_data
@@ -89,7 +95,7 @@ def check_dataset(
     except LoopwrightError as error:
         yield f"{name}: {_first_line(error)}"
         return
-    for column in (dataset.prompt_column, *([dataset.completion_column] if completions else [])):
+    for column in [dataset.prompt_column] * prompts + [dataset.completion_column] * completions:
         try:
             rows.require(column)
         except LoopwrightError as error:
@@ -147,6 +153,33 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
             continue
         for line in missing:
             yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
+
+
+def check_conversations(config: GRPORunConfig) -> Iterator[str]:
+    """Tools, environment and loop class are there. The rollout process looks closer, once it has a tokenizer to show them to."""
+    from trainers import AsyncRolloutLoop
+    from trainers.rewards import load_callable, load_object
+
+    for index, spec in enumerate(config.tools):
+        try:
+            tool = load_callable(spec)
+        except Exception as error:  # importing runs the user's module: anything may come out of it
+            yield f"tools.{index}: {_first_line(error)}"
+            continue
+        if not inspect.getdoc(getattr(tool, "func", tool)):  # of a partial, the function's
+            yield f"tools.{index}: `{spec.path}` has no docstring: the model is told of a tool what that and its types say"
+    for name, spec in (("environment_factory", config.environment_factory), ("loop_cls", config.loop_cls)):
+        try:
+            found = None if spec is None else load_object(spec.path)
+        except Exception as error:
+            yield f"{name}: {_first_line(error)}"
+            continue
+        if spec is None:
+            continue
+        if not callable(found):
+            yield f"{name}: `{spec.path}` is a {type(found).__name__}: name a class or a function"
+        elif name == "loop_cls" and not (isinstance(found, type) and issubclass(found, AsyncRolloutLoop)):
+            yield f"{name}: `{spec.path}` is no subclass of AsyncRolloutLoop"
 
 
 def _reward_specs(config: RunConfig) -> Iterator[tuple[str, CallableSpec]]:

@@ -57,6 +57,55 @@ def test_rewards_that_cannot_be_loaded(home: Path, config: Make, rewards: Path, 
     assert line.startswith("reward_funcs.0: ") and message in line
 
 
+TOOLS = """
+def undescribed(a): return a
+def add(a: int, b: int) -> int:
+    \"\"\"
+    Add.
+
+    Args:
+        a: One number.
+        b: The other.
+    \"\"\"
+    return a + b
+class Room:
+    size = 1
+    def reset(self, **row): return "1+1="
+    def get_reward(self): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tools": ["FILE:add", "FILE:ad"]}, "tools.1: `FILE` has no `ad`; it has: Room, add, undescribed"),
+        ({"tools": ["FILE:undescribed"]}, "tools.0: `FILE:undescribed` has no docstring"),
+        ({"environment_factory": "FILE:Rom"}, "environment_factory: `FILE` has no `Rom`"),
+        ({"environment_factory": "FILE:Room.size"}, "environment_factory: `FILE:Room.size` is a int: name a class or a"),
+        ({"loop_cls": "FILE:Room"}, "loop_cls: `FILE:Room` is no subclass of AsyncRolloutLoop"),
+    ],
+)
+def test_tools_environments_and_loops_that_cannot_be_used(
+    home: Path, config: Make, tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+
+    def placed(value: Any) -> Any:
+        return [placed(item) for item in value] if isinstance(value, list) else value.replace("FILE", f"{tmp_path}/my_tools.py")
+
+    (line,) = lines(config(**{name: placed(value) for name, value in given.items()}))
+    assert line.startswith(placed(message))
+
+
+def test_an_environment_may_stand_for_the_prompts(home: Path, config: Make, tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    (tmp_path / "starts.jsonl").write_text('{"start": 1}\n')
+    dataset = {"path": str(tmp_path / "starts.jsonl")}
+    preflight(config(environment_factory=f"{tmp_path}/my_tools.py:Room", dataset=dataset, reward_funcs=[]))
+    (line,) = lines(config(dataset=dataset, reward_funcs=["trainers.rewards:format_reward"]))
+    assert "no column `prompt`" in line
+
+
 def test_missing_columns_are_named_with_those_there_are(home: Path, config: Make, rewards: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     found = lines(config(dataset={"path": str(path), "prompt_column": "question"}, reward_funcs=[f"{rewards}:needs_colour"]))
