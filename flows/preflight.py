@@ -156,7 +156,7 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
 
 
 def check_conversations(config: GRPORunConfig) -> Iterator[str]:
-    """Tools, environment and loop class are there. The rollout process looks closer, once it has a tokenizer to show them to."""
+    """Tools, environment and loop class are there. The rollout process looks closer, once it has a tokenizer."""
     from trainers import AsyncRolloutLoop
     from trainers.rewards import load_callable, load_object
 

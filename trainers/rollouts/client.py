@@ -77,7 +77,8 @@ class GenerateClient:
                 return self.facts
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 if time.monotonic() > deadline:
-                    raise ServerError(f"no answer from {self.base_url} for {wait_s:.0f} s: {type(error).__name__}: {error}") from error
+                    why = f"{type(error).__name__}: {error}"
+                    raise ServerError(f"no answer from {self.base_url} for {wait_s:.0f} s: {why}") from error
                 await asyncio.sleep(1)
 
     async def close(self) -> None:
