@@ -96,16 +96,14 @@ def without_logprobs(client: GenerateClient) -> Ask:
     """Requests over the client's connections that ask for tokens alone."""
 
     async def ask(prompt: np.ndarray, tokens: int, seed: int) -> int:
-        assert client.facts is not None and client._session is not None
+        assert client.facts is not None
         options: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": seed, "version": None}
         path, body = request_body(PLAIN, client.facts.generate, client.facts.model, prompt, **options)
         fields = msgspec.json.decode(body)
         (fields["sampling_params"] if path == GENERATE else fields).pop("logprobs")
-        headers = {"Content-Type": "application/json"}
-        async with client._session.post(client.base_url + path, data=msgspec.json.encode(fields), headers=headers) as response:
-            answer = await response.read()
-            if response.status != 200:
-                raise RequestFailed(f"http_{response.status}", answer[:300].decode(errors="replace"))
+        status, answer = await client.post(path, msgspec.json.encode(fields))
+        if status != 200:
+            raise RequestFailed(f"http_{status}", answer[:300].decode(errors="replace"))
         return len(msgspec.json.decode(answer, type=_Answer).choices[0].token_ids)
 
     return ask

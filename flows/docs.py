@@ -52,8 +52,8 @@ def metrics_page() -> str:
         f"{MADE_BY} The catalog is `trainers/metrics.py`: a metric that is not in it cannot be logged.",
         "",
         "Steps are whole optimizer steps, counted from 1 over all attempts of a run. `<func>`, `<cause>` and `<name>` stand",
-        "for names; what MLflow does not take in a name becomes `_`. The load of the machine is logged beside these as `system/…`;",
-        "there the step is the run's age in seconds.",
+        "for names; what MLflow does not take in a name becomes `_`. The load of the machine is logged beside these as",
+        "`system/…`; there the step is the run's age in seconds.",
         "",
         *_table(["reduction", "means"], [[f"`{name}`", meaning] for name, meaning in _REDUCTIONS.items()]),
     ]

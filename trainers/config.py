@@ -7,6 +7,7 @@ where transformers has the field.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -291,6 +292,10 @@ class AsyncTrainerConfig(TrainerConfig):
         urls = _plain_urls(given)
         if not urls:
             raise ValueError("the list of servers is empty: name at least one, as in http://localhost:8000")
+        for url in urls:
+            # Empty in a flow's config, which fills it in.
+            if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+                raise ValueError(f"{url!r} is no address of a server: write it as http://localhost:8000")
         if twice := [url for url in urls if urls.count(url) > 1]:
             raise ValueError(f"{twice[0]} is named twice: name every server once")
         return given

@@ -404,3 +404,5 @@ def test_the_servers_of_a_config() -> None:
         fake_config(vllm_server_base_url=["http://a:1", "http://a:1/v1/"])
     with pytest.raises(ValidationError, match="name at least one"):
         fake_config(vllm_server_base_url=[])
+    with pytest.raises(ValidationError, match="is no address of a server: write it as http"):
+        fake_config(vllm_server_base_url="localhost:8000")

@@ -94,12 +94,14 @@ async def test_a_server_that_went_away() -> None:
     async with StubServer().run() as stub:
         client = GenerateClient(stub.url)
         await client.open(5)
+        await one_try(client)
     causes = []
     for _ in range(2):
         with pytest.raises(Retryable) as caught:
             await one_try(client)
         causes.append(caught.value.cause)
-    assert causes == ["reset", "connection"]  # the kept connection is found broken, a new one cannot be made
+    # Whether or not the kept connection is known to be broken by then, a new one cannot be made.
+    assert causes[0] in ("reset", "connection") and causes[1] == "connection"
     await client.close()
 
 

@@ -20,14 +20,13 @@ import numpy as np
 from trainers.adapters import is_later, version_of
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.answers import read_answer
+from trainers.rollouts.http import ConnectFailed, PostClient
 from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, Retryable, SamplingForm, refusal, request_body
 from trainers.rollouts.server_load import ServerLoad, parse_load
 from trainers.types import TurnRecord
 
 CONNECT_S = 10.0
 LOOK_S = 10.0  # for the server to answer about itself
-_JSON = {"Content-Type": "application/json"}
-_CONNECTING = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)  # the only time limit of a session is to connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,8 @@ class GenerateClient:
         self.base_url = base_url.rstrip("/")
         self.facts: ServerFacts | None = None
         self._form = form
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession | None = None  # for looks at the server
+        self._turns: PostClient | None = None
 
     async def open(self, wait_s: float) -> ServerFacts:
         """Connect and look at the server, waiting up to `wait_s` for it to answer.
@@ -61,6 +61,7 @@ class GenerateClient:
             ServerError: it does not answer, or refuses the key.
         """
         key = os.environ.get("VLLM_API_KEY")
+        self._turns = PostClient(self.base_url, key, CONNECT_S)
         self._session = aiohttp.ClientSession(
             # The server closes idle connections after 5 s; one reused at that moment would be reset.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
@@ -82,6 +83,8 @@ class GenerateClient:
                 await asyncio.sleep(1)
 
     async def close(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
         if self._session is not None:
             await self._session.close()
 
@@ -104,7 +107,7 @@ class GenerateClient:
             ServerCapabilityError: the server refuses what every request of the run asks for.
             ServerError: the server no longer holds the weights it was given.
         """
-        assert self._session is not None and self.facts is not None, "open() comes first"
+        assert self.facts is not None, "open() comes first"
         path, body = request_body(
             self._form,
             self.facts.generate,
@@ -116,11 +119,10 @@ class GenerateClient:
             version=version,
         )
         try:
-            async with self._session.post(self.base_url + path, data=body, headers=_JSON) as response:
-                answer, status = await response.read(), response.status
-        except _CONNECTING as error:
-            raise Retryable("connection", f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
+            status, answer = await self.post(path, body)
+        except ConnectFailed as error:
+            raise Retryable("connection", f"{self.base_url}{path}: {error}") from error
+        except ConnectionError as error:
             raise Retryable("reset", f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
         if status != 200:
             message = answer[:300].decode(errors="replace")
@@ -146,6 +148,11 @@ class GenerateClient:
         assert self._session is not None
         async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + "/v1/models") as response:
             return [str(model["id"]) for model in (await response.json())["data"]] if response.status == 200 else []
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to JSON. Raises `ConnectFailed`, `BrokenAnswer`."""
+        assert self._turns is not None, "open() comes first"
+        return await self._turns.post(path, body)
 
     # Looks at the server; an error of the connection is the caller's to catch
 
