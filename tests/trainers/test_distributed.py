@@ -71,7 +71,7 @@ def test_two_ranks_train_as_one_does(done):
     cuda = (done / "cuda").exists()
     close(one, two, 1e-3 if cuda else 1e-4)
     losses = [json.loads((done / f"straight-{ranks}-6-{ranks}.json").read_text()) for ranks in (1, 2)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3 if cuda else 1e-5) and len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3 if cuda else 1e-4) and len(losses[0]) == 6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
