@@ -10,6 +10,8 @@ import io
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from trainers.rollouts.trace import cut
+
 MAX_CHARS = 600  # of a prompt or completion
 LOG_WIDTH = 140  # columns where there is no terminal
 
@@ -50,9 +52,9 @@ def _render(rows: Sequence[dict[str, Any]], terminal: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    shown = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(
-        char if char.isprintable() or char == "\n" else " " if char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in shown
+        char if char.isprintable() or char == "\n" else " " if char == "\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in cut(text, MAX_CHARS)
     )
 
 

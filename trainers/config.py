@@ -267,9 +267,11 @@ class AsyncTrainerConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _adapters_can_be_served(self) -> AsyncTrainerConfig:
-        if self.weight_sync == "lora" and self.peft is None:
+        if self.weight_sync != "lora":
+            return self
+        if self.peft is None:
             raise ValueError("weight_sync=lora sends an adapter: set `peft` (peft: {r: 16}), or weight_sync=auto")
-        if self.weight_sync == "lora" and self.peft is not None and (cause := self.peft.merged_only):
+        if cause := self.peft.merged_only:
             raise ValueError(
                 f"weight_sync=lora with peft {cause}: vLLM cannot serve that as an adapter; set weight_sync=auto, which sends "
                 "the merged weights, or leave it out of `peft`"

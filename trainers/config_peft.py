@@ -61,7 +61,7 @@ class PeftConfig(StrictModel):
 
     @property
     def largest_rank(self) -> int:
-        return max(self.r, *self.rank_pattern.values(), 1)
+        return max([self.r, *self.rank_pattern.values()])
 
     @property
     def merged_only(self) -> str | None:

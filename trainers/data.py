@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from trainers.config import DatasetConfig, TrainerConfig
 from trainers.errors import ConfigError, DatasetError
 from trainers.rollouts.chat import Chat
-from trainers.streams import Stream, is_stream, require_columns
+from trainers.streams import Stream, is_stream, require_columns, row_bytes
 from trainers.types import Message, Prompt
 
 _FINGERPRINT_ROWS = 100_000
@@ -57,7 +57,7 @@ class Rows:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps([len(self), self.columns]).encode())
         for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS)).astype(np.int64)).tolist():
-            digest.update(json.dumps(self[index], default=str, sort_keys=True, ensure_ascii=False).encode())
+            digest.update(row_bytes(self[index]))
         return digest.hexdigest()[:16]
 
 
@@ -72,48 +72,41 @@ def load_data(config: DatasetConfig) -> Rows | Stream:
     Raises:
         DatasetError: it does not exist, cannot be read, or is empty.
     """
-    return load_stream(config) if config.streaming else load_rows(config)
-
-
-def load_stream(config: DatasetConfig) -> Stream:
-    """Open the dataset of a config as a stream, through `datasets`."""
-    path = Path(config.path).expanduser()
-    if path.suffix in _FILES and not path.is_file():
-        raise DatasetError(f"there is no file {path.absolute()}")
-    try:
-        import datasets
-
-        datasets.disable_progress_bars()
-        if path.suffix in _FILES:
-            rows: Any = datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split="train", streaming=True)
-        elif _saved_to_disk(path):
-            rows = _load_with_datasets(path, config).to_iterable_dataset()
-        else:
-            rows = datasets.load_dataset(config.path, split=config.split, streaming=True)
-    except Exception as error:
-        raise DatasetError(f"cannot read dataset `{config.path}`: {type(error).__name__}: {error}") from error
-    return Stream(rows, f"dataset `{config.path}`", config.max_rows)
+    if not config.streaming:
+        return load_rows(config)
+    return Stream(_opened(config, _stream_of), f"dataset `{config.path}`", config.max_rows)
 
 
 def load_rows(config: DatasetConfig) -> Rows:
-    """Open the dataset of a config, whole.
+    """Open the dataset of a config, whole. Raises as `load_data` does."""
+    return Rows(_opened(config, _rows_of), f"dataset `{config.path}`", config.max_rows)
 
-    Raises:
-        DatasetError: it does not exist, cannot be read, or is empty.
-    """
+
+def _opened(config: DatasetConfig, way: Callable[[Path, DatasetConfig], Any]) -> Any:
     path = Path(config.path).expanduser()
     try:
-        if path.suffix in (".jsonl", ".json") and path.is_file():
-            rows: Any = _read_json(path)
-        elif path.suffix in _FILES and not path.is_file():
+        if path.suffix in _FILES and not path.is_file():
             raise DatasetError(f"there is no file {path.absolute()}")
-        else:
-            rows = _load_with_datasets(path, config)
+        return way(path, config)
     except DatasetError:
         raise
     except Exception as error:
         raise DatasetError(f"cannot read dataset `{config.path}`: {type(error).__name__}: {error}") from error
-    return Rows(rows, f"dataset `{config.path}`", config.max_rows)
+
+
+def _stream_of(path: Path, config: DatasetConfig) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    if path.suffix in _FILES:
+        return datasets.load_dataset(_FILES[path.suffix], data_files=str(path), split="train", streaming=True)
+    if _saved_to_disk(path):
+        return _load_with_datasets(path, config).to_iterable_dataset()
+    return datasets.load_dataset(config.path, split=config.split, streaming=True)
+
+
+def _rows_of(path: Path, config: DatasetConfig) -> Any:
+    return _read_json(path) if path.suffix in (".jsonl", ".json") else _load_with_datasets(path, config)
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
@@ -205,14 +198,10 @@ class PromptBuilder:
             return [dict(message) for message in value]
         raise DatasetError(f"column `{column}` holds {value!r:.80}: it must be a string or a non-empty list of chat messages")
 
-    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """int32 [P]: the rendering with the generation prompt."""
-        return self.chat.prompt_ids(messages)
-
     def prompt(self, epoch: int, row_index: int, row: dict[str, Any]) -> Prompt:
         messages = self.messages(row)
         columns = {name: value for name, value in row.items() if name != self._dataset.prompt_column}
-        return Prompt(epoch, row_index, messages, columns, self.prompt_ids(messages), row)
+        return Prompt(epoch, row_index, messages, columns, self.chat.prompt_ids(messages), row)
 
     def completion_ids(self, prompt: Prompt, row: dict[str, Any]) -> tuple[list[Message], np.ndarray]:
         """The recorded completion: messages, and int32 [O] ids that follow the prompt's, up to and with its end of turn.

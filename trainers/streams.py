@@ -27,9 +27,14 @@ def is_stream(rows: Any) -> bool:
     return hasattr(rows, "__iter__") and (named or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")))
 
 
+def row_bytes(row: dict[str, Any]) -> bytes:
+    """One row's content, to be hashed."""
+    return json.dumps(row, default=str, sort_keys=True, ensure_ascii=False).encode()
+
+
 def row_digest(row: dict[str, Any]) -> str:
     """Hash of one row's content."""
-    return hashlib.sha256(json.dumps(row, default=str, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(row_bytes(row)).hexdigest()[:16]
 
 
 def require_columns(source: str, present: list[str], wanted: Iterable[str]) -> None:

@@ -13,15 +13,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trainers.metrics import MetricBag
 from trainers.rollouts.chat import Chat, Rendered
-from trainers.rollouts.environments import Environments, shown, with_observation
+from trainers.rollouts.environments import Environments, with_observation
 from trainers.rollouts.reconcile import reconcile
 from trainers.rollouts.side_calls import SideCalls
 from trainers.rollouts.tools import Toolbox
@@ -68,7 +67,7 @@ class Conversations:
         self._fork_threshold_tokens = fork_threshold_tokens
         self._begun: OrderedDict[str, Rendered] = OrderedDict()  # the newest prompts that were gone on from, by their id
 
-    async def run(self, prompt: Prompt, row: Mapping[str, Any], generate: Generate, limits: Limits) -> Rollout:
+    async def run(self, prompt: Prompt, generate: Generate, limits: Limits) -> Rollout:
         """A whole rollout, in an environment of its own where the run has them.
 
         Raises:
@@ -76,10 +75,10 @@ class Conversations:
         """
         if self.environments is None:
             return await self.converse(prompt, self.tools, generate, limits)
-        async with self.environments.episode(row) as episode:
+        async with self.environments.episode(prompt.data) as episode:
             if episode.observation is not None:
                 messages = with_observation(prompt, episode.observation)
-                prompt = shown(prompt, messages, self.chat.prompt_ids(messages))
+                prompt = replace(prompt, messages=messages, token_ids=self.chat.prompt_ids(messages))
             rollout = await self.converse(prompt, self.tools.bound_to(episode.environment), generate, limits)
             if self.environments.reward_name is not None:
                 rollout.rewards[self.environments.reward_name] = await self.environments.reward(episode.environment)

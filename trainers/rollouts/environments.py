@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import ConfigError
@@ -185,8 +185,3 @@ def with_observation(prompt: Prompt, observation: Any) -> list[Message]:
         ]
         return [*before, {**last, "content": parts[0] + parts[1]}]
     return [*before, {**last, "content": content + str(observation)}]
-
-
-def shown(prompt: Prompt, messages: list[Message], token_ids: Any) -> Prompt:
-    """The prompt as one rollout saw it; its group and columns stay."""
-    return replace(prompt, messages=messages, token_ids=token_ids)

@@ -273,12 +273,6 @@ class Ledger:
         """Per epoch under way, a position below which no row is needed again, not even after a resume."""
         return {epoch: entry.first for epoch, entry in self._open.items()}
 
-    def _frontier(self, epoch: int, entry: _Epoch) -> int:
-        done, position = self._done_beyond(epoch, entry), entry.first
-        while position in done:
-            position += 1
-        return position
-
     def _done_beyond(self, epoch: int, entry: _Epoch) -> set[int]:
         """Positions ≥ `first` that count, partly trained groups included."""
         partial = {self._position(entry, row) for (of, row), group in self._settling.items() if of == epoch and group.trained}
@@ -289,14 +283,16 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """What counts, as JSON. Positions are in the order of each epoch, ranges half-open."""
         epochs = {str(epoch): counts for epoch, counts in self.summary.items()}
-        frontier = {epoch: self._frontier(epoch, entry) for epoch, entry in self._open.items()}
         done, lengths = {}, {}
-        next_index = frontier.get(self._first, 0)
+        next_index = 0
         for epoch, entry in sorted(self._open.items()):
-            beyond = sorted(p for p in self._done_beyond(epoch, entry) if p >= frontier[epoch])
-            # What lies below the frontier is said by `next_index`, for the oldest epoch.
-            below = [[0, frontier[epoch]]] if epoch != self._first and frontier[epoch] else []
-            done[str(epoch)] = below + _ranges(beyond)
+            beyond, frontier = self._done_beyond(epoch, entry), entry.first
+            while frontier in beyond:
+                frontier += 1
+            below = [[0, frontier]] if frontier else []
+            if epoch == self._first:
+                next_index, below = frontier, []  # the same, said once
+            done[str(epoch)] = below + _ranges(sorted(position for position in beyond if position >= frontier))
             epochs[str(epoch)] = {"trained": entry.trained, "dropped": dict(entry.dropped)}
             if self.prompts is None and entry.limit is not None:
                 lengths[str(epoch)] = entry.limit

@@ -112,7 +112,7 @@ class AsyncRolloutLoop:
         if messages is not None:
             prompt = replace(prompt, messages=list(messages), token_ids=self._conversations.chat.prompt_ids(messages))
         limits = Limits(_REQUEST.get().max_tokens, self.max_sequence_tokens)
-        return await self._conversations.run(prompt, prompt.data, self.turn, limits)
+        return await self._conversations.run(prompt, self.turn, limits)
 
     async def turn(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> TurnRecord:
         """One generation call from token ids, with the temperature the algorithm asked for.

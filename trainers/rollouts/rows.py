@@ -6,7 +6,7 @@
 Invariants:
 - rows never pass through rank 0 on their way to another rank of the node, and nothing is pickled;
 - at most two steps are held: the one that trains and the one planned ahead. That is at most 2 × gradient_accumulation_steps ×
-  ranks × (tokens of a row) × `ROW_TOKEN_BYTES`; each of the sampler's top logprobs or candidates adds 8 bytes per token;
+  ranks × (tokens of a row) × 32 bytes; each of the sampler's top logprobs or candidates adds 8 bytes per token;
 - the socket lies in a folder of mode 0700, and both ends check that the other one is of the same user;
 - a fetch ends: the process gone is `RolloutProcessDied`, silence for `timeout_s` is `NoProgress`.
 """
@@ -25,8 +25,6 @@ from trainers.packing import rows_from_wire, rows_to_wire
 from trainers.rollouts.channel import AsyncChannel, Channel, Message
 from trainers.types import PackedRow, Step
 
-# input_ids, position_ids and five arrays per trained token of 4 bytes each, and what a sample of one token adds.
-ROW_TOKEN_BYTES = 7 * 4 + 4
 _LONGEST_PATH = 100  # bytes; the kernel's limit for a socket's is 108
 
 
@@ -64,12 +62,6 @@ class RowServer:
 
     def committed(self, index: int) -> None:
         self._steps.pop(index, None)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the rows that are held."""
-        rows = (row for step in self._steps.values() for microbatch in step.rows for row in microbatch)
-        return sum(getattr(row, name).nbytes for row in rows for name in PackedRow.FIELDS)
 
     async def close(self) -> None:
         if self._server is not None:

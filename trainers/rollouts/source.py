@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpa
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A prompt without a group. Causes: `filtered`, `too_long`, `failed`."""
+    """A prompt without a group. Causes: `filtered`, `too_long`, `failed`, `stale`."""
 
     prompt: Prompt
     cause: str
@@ -94,8 +94,3 @@ class RecordedSource:
 
     async def close(self) -> None:
         """Nothing was opened."""
-
-
-def decode(tokenizer: Any, ids: np.ndarray) -> str:
-    """Text of sampled ids, special tokens left out."""
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
