@@ -56,10 +56,10 @@ class Conversations:
         side: SideCalls,
         metrics: MetricBag,
         *,
-        environments: Environments | None = None,
-        max_tool_calling_iterations: int | None = None,
+        environments: Environments | None,
+        max_tool_calling_iterations: int | None,
         fork_threshold_tokens: int,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[[], None],
     ) -> None:
         self.chat, self.tools, self.environments = chat, tools, environments
         self._side, self._metrics, self._progress = side, metrics, progress

@@ -28,7 +28,7 @@ from trainers.errors import ConfigError
 
 MAIN_ALIAS = "__loopwright_main__"
 INERT_ENV = "LOOPWRIGHT_ROLLOUT_PROCESS"
-_LISTS = ("reward_funcs", "tools")  # fields of `Payload` whose items are pickled one by one, in this order
+_LISTS = {"reward_funcs": "reward function", "tools": "tool"}  # fields of `Payload` whose items are pickled one by one
 _WAYS = (
     "Write it as (1) a function at the top level of a module or script, (2) `functools.partial` of such a function, for "
     "arguments known beforehand, or (3) an instance of a class defined at top level with `__call__`, for state"
@@ -139,8 +139,7 @@ def write_payload(payload: Payload, directory: Path) -> Path:
         TypeError: something in it cannot be pickled (a lambda, a closure); the message names it.
     """
     main = _main_script()
-    parts = [_pickled("reward function", function, main) for function in payload.reward_funcs or []]
-    parts += [_pickled("tool", function, main) for function in payload.tools or []]
+    parts = [_pickled(what, item, main) for field, what in _LISTS.items() for item in getattr(payload, field) or []]
     names = {
         "dataset": "train_dataset",
         "tokenizer": "processing_class",
