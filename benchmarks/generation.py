@@ -20,10 +20,7 @@ import gc
 import json
 import os
 import platform
-import secrets
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +32,8 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.sync_server import Server, make_model
-from benchmarks.weight_sync import SHAPES
-from infra.vllm_command import ServerSpec, command_line, environment, front_of
+from benchmarks.shapes import SHAPES
+from benchmarks.sync_server import Server, make_model, server_spec
 from infra.vllm_features import installed
 from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.pool import ServerPool
@@ -46,9 +42,6 @@ from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, SamplingF
 TOPS = 8
 OPEN_S = 60.0
 BUDGET_S = 600.0
-# A server on one GPU beside others: the model is small, the keys and values get a fixed part.
-GPU_ARGUMENTS = ("--gpu-memory-utilization", "0.28", "--kv-cache-memory-bytes", "24G")
-GPU_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 Ask = Callable[[np.ndarray, int, int], Awaitable[int]]  # prompt ids, output tokens, seed → tokens that came
 
@@ -61,37 +54,6 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-def start(
-    front: str, model: Path, work_dir: Path, concurrent: int, cuda: bool, extra: list[str]
-) -> tuple[Server, dict[str, Any]]:
-    """A server with that front end; what was chosen for it."""
-    kind, _, count = front.partition(":")
-    spec = ServerSpec(
-        str(model),
-        name=front,
-        device="cuda" if cuda else "cpu",
-        max_model_len=8192 if cuda else 512,
-        top_logprobs=TOPS,
-        concurrent=concurrent,
-        front_end=kind,  # type: ignore[arg-type]
-        extra_args=(*(GPU_ARGUMENTS if cuda else ()), *(("--api-server-count", count) if count else ()), *extra),
-        env={"HF_HUB_OFFLINE": "1"} | (GPU_ENV if cuda else {}),
-    )
-    features = installed()
-    chosen = front_of(spec, features)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    key, log = secrets.token_urlsafe(24), work_dir / f"server-{front.replace(':', '-')}.log"
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    env = environment(spec, key, [int(gpu)] if cuda and gpu.isdecimal() else [], chosen)
-    with log.open("wb") as out:
-        command = command_line(spec, port, features, chosen)
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    facts = {"front_end": "rust" if chosen.rust else "python", "api_processes": chosen.api_processes, "why": chosen.reasons}
-    return Server(f"http://127.0.0.1:{port}", key, model, process, log), {**facts, "vllm": features.version}
-
-
 def without_logprobs(client: GenerateClient) -> Ask:
     """Requests over the client's connections that ask for tokens alone."""
 
@@ -101,7 +63,7 @@ def without_logprobs(client: GenerateClient) -> Ask:
         path, body = request_body(PLAIN, client.facts.generate, client.facts.model, prompt, **options)
         fields = msgspec.json.decode(body)
         (fields["sampling_params"] if path == GENERATE else fields).pop("logprobs")
-        status, answer = await client.post(path, msgspec.json.encode(fields))
+        status, answer = await client.request("POST", path, msgspec.json.encode(fields))
         if status != 200:
             raise RequestFailed(f"http_{status}", answer[:300].decode(errors="replace"))
         return len(msgspec.json.decode(answer, type=_Answer).choices[0].token_ids)
@@ -227,8 +189,12 @@ def run(args: argparse.Namespace, work_dir: Path, cuda: bool) -> int:
         if args.server:
             server = Server(args.server, os.environ.get("VLLM_API_KEY", ""), model)
         else:
-            server, facts = start(front, model, work_dir, args.concurrent, cuda, args.server_arg)
-            line |= facts
+            kind, _, count = front.partition(":")
+            extra = [*(("--api-server-count", count) if count else ()), *args.server_arg]
+            spec = server_spec(model, front, extra, front_end=kind, top_logprobs=TOPS, concurrent=args.concurrent)
+            server, chosen = Server.start(spec, work_dir, 0)
+            line |= {"front_end": "rust" if chosen.rust else "python", "api_processes": chosen.api_processes}
+            line |= {"why": chosen.reasons, "vllm": installed().version}
         try:
             server.wait()
             line |= asyncio.run(measure(server, args))

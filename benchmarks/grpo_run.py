@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.sync_server import Server, make_model
-from benchmarks.weight_sync import SHAPES
+from benchmarks.shapes import SHAPES
+from benchmarks.sync_server import ONE_PROCESS, Server, make_model, server_spec
 from trainers.perf import bottleneck
 
 WARM_UP = 4
@@ -138,10 +138,9 @@ def main() -> int:
     del model
     if cuda:
         torch.cuda.empty_cache()
-    if args.lora:
-        args.server_arg += ["--enable-lora", "--max-lora-rank", str(max(8, args.lora)), "--max-loras", "8"]
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    server = Server.start("loopwright", folder, Path(args.work_dir), args.server_device, args.server_arg)
+    adapters = {"max_lora_rank": max(8, args.lora), "max_loras": 8} if args.lora else {}
+    spec = server_spec(folder, "student", [*ONE_PROCESS, *args.server_arg], concurrent=args.concurrent, **adapters)
+    server, _ = Server.start(spec, Path(args.work_dir), args.server_device)
     out = sys.stdout
     if args.json:
         sys.stdout = sys.stderr

@@ -1,6 +1,6 @@
 """What the weight sync benchmark runs against: a random model, a vLLM server of its own, and requests that never stop.
 
-Written for machines that have torch, transformers and vLLM and nothing of the flows: the server is started without them.
+Written for machines that have torch, transformers and vLLM and nothing of the flows: of provisioning, the command line is used.
 """
 
 from __future__ import annotations
@@ -17,35 +17,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-PLUGIN = Path(__file__).parents[1] / "infra" / "vllm_plugin"
+from benchmarks.shapes import qwen3_config
+from infra.vllm_command import ServerSpec, command_line, environment, front_of
+from infra.vllm_features import installed
+from infra.vllm_front import Choice
+
+POSITIONS, SHORT_POSITIONS = 8192, 512
+# The models are small; the keys and values get a fixed part.
+GPU_ARGUMENTS = ("--gpu-memory-utilization", "0.28", "--kv-cache-memory-bytes", "24G")
+GPU_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+ONE_PROCESS = ("--api-server-count", "1")  # a Python front end; `--server-arg` may ask for another count
 START_TIMEOUT_S = 420.0
 
 
 def make_model(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path) -> PreTrainedModel:
     """A Qwen3 of this shape with random weights, wide enough that other weights give other text; also written to `folder`."""
-    layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary = shape
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=8192 if vocabulary > 1000 else 512,
-        tie_word_embeddings=True,
-        bos_token_id=vocabulary - 2,
-        eos_token_id=vocabulary - 1,
-        pad_token_id=vocabulary - 1,
-    )
+    hidden, vocabulary = shape[1], shape[-1]
+    config = qwen3_config(shape, POSITIONS if vocabulary > 1000 else SHORT_POSITIONS)
     torch.manual_seed(0)
     with device:
         # Not `.to(dtype)`, which would take the rotary frequencies along.
@@ -68,16 +65,6 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-def vllm_has(text: str) -> bool:
-    """Whether vLLM's sources speak of an argument of this name; looked up without importing vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    places = spec.submodule_search_locations if spec is not None else None
-    if not places:
-        raise SystemExit("vLLM is not importable here: put it on PYTHONPATH, or give --server URL")
-    root = Path(next(iter(places)))
-    return any(text in path.read_text() for path in (root / "entrypoints").rglob("*.py"))
-
-
 @dataclass
 class Server:
     """A vLLM server; `process` None: somebody else's."""
@@ -89,34 +76,21 @@ class Server:
     log: Path | None = None
 
     @classmethod
-    def start(cls, backend: str, model: Path, work_dir: Path, gpu: int, extra: list[str]) -> Server:
-        """`backend`: of weight transfer, ours or vLLM's."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        key, log = secrets.token_urlsafe(24), work_dir / f"server-{backend}.log"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-        command += ["--worker-extension-cls", "loopwright_vllm.worker.WorkerExtension"] if backend == "loopwright" else []
-        command += ["--middleware", "loopwright_vllm.auth.KeyMiddleware"]
-        command += ["--enable-scale-out"] if vllm_has("enable_scale_out") else []
-        env = dict(os.environ) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": key}
-        env |= {"HF_HUB_OFFLINE": "1"}
-        if torch.cuda.is_available():
-            command += ["--dtype", "bfloat16", "--max-model-len", "8192", "--gpu-memory-utilization", "0.28"]
-            command += ["--kv-cache-memory-bytes", "24G", "--max-num-seqs", "256"]
-            env |= {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-            # vLLM's own ipc engine unpickles what it is sent.
-            env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if backend == "ipc" else {}
-        else:
-            command += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-model-len", "512"]
-            env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), str(_ray(work_dir)), env.get("PYTHONPATH")]))
+    def start(cls, spec: ServerSpec, work_dir: Path, gpu: int) -> tuple[Server, Choice]:
+        """One as provisioning starts it, and what was chosen for it. `gpu`: which of those that this process sees."""
+        features = installed()
+        chosen = front_of(spec, features)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        key, log = secrets.token_urlsafe(24), work_dir / f"server-{spec.name.replace(':', '-')}.log"
+        visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        number = int(visible[gpu]) if visible else gpu
+        env = environment(spec, key, [number] if spec.resolved_device == "cuda" else [], chosen)
+        command = command_line(spec, port, features, chosen)
         with log.open("wb") as out:
-            process = subprocess.Popen([*command, *extra], env=env, stdout=out, stderr=out, start_new_session=True)
-        return cls(f"http://127.0.0.1:{port}", key, model, process, log)
+            process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+        return cls(f"http://127.0.0.1:{port}", key, Path(spec.model), process, log), chosen
 
     def wait(self) -> None:
         """Until it is healthy. SystemExit with the end of its log when it ends or takes too long."""
@@ -141,6 +115,29 @@ class Server:
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
+
+
+def server_spec(model: Path, name: str, extra: Sequence[str] = (), **changes: Any) -> ServerSpec:
+    """What the benchmarks' servers have in common. On a GPU there is room for a trainer and for other servers beside one."""
+    cuda = torch.cuda.is_available()
+    return ServerSpec(
+        str(model),
+        name=name,
+        device="cuda" if cuda else "cpu",
+        max_model_len=POSITIONS if cuda else SHORT_POSITIONS,
+        extra_args=(*(GPU_ARGUMENTS if cuda else ()), *extra),
+        env={"HF_HUB_OFFLINE": "1"} | (GPU_ENV if cuda else {}) | changes.pop("env", {}),
+        **changes,
+    )
+
+
+def stock_spec(model: Path, backend: str, work_dir: Path, extra: Sequence[str] = ()) -> ServerSpec:
+    """One whose weight transfer is vLLM's own."""
+    given = ["--weight-transfer-config", json.dumps({"backend": backend})]
+    # vLLM's own ipc engine unpickles what it is sent.
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if backend == "ipc" else {}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ray(work_dir)), os.environ.get("PYTHONPATH")]))
+    return server_spec(model, backend, [*given, *extra], front_end="python", env=env)
 
 
 def _ray(work_dir: Path) -> Path:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.shapes import SHAPES, qwen3_config
 from trainers.algorithms import build_algorithm
 from trainers.config import GRPOConfig
 from trainers.distributed import Ranks, init_distributed, shutdown_distributed
@@ -30,29 +31,20 @@ from trainers.packing import pack_step
 from trainers.step_source import STATE_FILE, SourceInfo
 from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan
 
-# Layers, hidden, intermediate, query heads, key-value heads, head dim, vocabulary; then tokens per row and sample.
-SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
+# Model, tokens per row and per sample.
+WORK: dict[str, tuple[tuple[int, ...], int, int]] = {
     "tiny": ((4, 128, 384, 4, 2, 32, 64), 2048, 32),
-    "qwen3-0.6b": ((28, 1024, 3072, 16, 8, 128, 151936), 16384, 1024),
-    "qwen3-4b": ((36, 2560, 9728, 32, 8, 128, 151936), 16384, 1024),
+    "qwen3-0.6b": (SHAPES["0.6b"], 16384, 1024),
+    "qwen3-4b": (SHAPES["4b"], 16384, 1024),
 }
+POSITIONS = 32768
 
 
 def build_model(shape: tuple[int, ...], attn: str) -> transformers.PreTrainedModel:
-    layers, hidden, intermediate, heads, kv_heads, head_dim, vocab = shape
-    config = transformers.Qwen3Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        tie_word_embeddings=True,
-        max_position_embeddings=32768,
-    )
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(
+        qwen3_config(shape, POSITIONS), attn_implementation=attn, dtype=torch.float32
+    )
 
 
 @dataclass
@@ -154,7 +146,7 @@ def measure(shape_name: str, steps: int, warmup: int, microbatches: int, ranks: 
     from trainers import attention
     from trainers.model import compute_dtype
 
-    shape, row_tokens, sample_tokens = SHAPES[shape_name]
+    shape, row_tokens, sample_tokens = WORK[shape_name]
     fields = {
         "model": shape_name,
         "dataset": {"path": "memory"},
@@ -195,7 +187,7 @@ def measure(shape_name: str, steps: int, warmup: int, microbatches: int, ranks: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--shape", choices=sorted(WORK), default="qwen3-0.6b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--steps", type=int, default=10, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before, not counted")
     parser.add_argument("--microbatches", type=int, default=2)

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.sync_server import Load, Server, make_model
+from benchmarks.shapes import SHAPES
+from benchmarks.sync_server import ONE_PROCESS, Load, Server, make_model, server_spec, stock_spec
 from trainers import attention
 from trainers.batch import PackedBatch
 from trainers.config import GRPOConfig
@@ -44,13 +45,6 @@ from trainers.weight_sync.stock import Stock
 from trainers.weight_sync.sync import ServerSync
 from trainers.weight_sync.ways import Way
 
-# Layers, hidden, intermediate, query heads, key-value heads, head dim, vocabulary.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "tiny": (2, 64, 128, 2, 1, 32, 128),
-    "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
-    "1.7b": (28, 2048, 6144, 16, 8, 128, 151936),
-    "4b": (36, 2560, 9728, 32, 8, 128, 151936),
-}
 WARM_UP = 2
 CHANGED = 0.02
 TIMEOUT_S = 120.0
@@ -199,8 +193,13 @@ def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: 
             servers["loopwright"] = Server(args.server, os.environ.get("VLLM_API_KEY", ""), model_dir)
         else:
             kinds = ["loopwright", *((["nccl"] if apart else ["ipc"]) if args.vllm else [])]
+            work_dir = Path(args.work_dir)
             for kind in kinds:
-                servers[kind] = Server.start(kind, model_dir, Path(args.work_dir), args.server_device, args.server_arg)
+                if kind == "loopwright":
+                    spec = server_spec(model_dir, kind, [*ONE_PROCESS, *args.server_arg], concurrent=args.inflight)
+                else:
+                    spec = stock_spec(model_dir, kind, work_dir, [*ONE_PROCESS, *args.server_arg])
+                servers[kind], _ = Server.start(spec, work_dir, args.server_device)
         for server in servers.values():
             server.wait()
         attention.install(device, dtype, log=False)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from trainers.rollouts.http import BrokenAnswer, ConnectFailed, PostClient
+from trainers.rollouts.http import BrokenAnswer, ConnectFailed, HttpClient
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\r\nbody"
@@ -24,10 +24,10 @@ class Sender:
         self.url = ""
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[PostClient]:
+    async def run(self) -> AsyncIterator[HttpClient]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        client = PostClient(self.url + "/base/", "secret", 5.0)
+        client = HttpClient(self.url + "/base/", "secret", 5.0)
         try:
             yield client
         finally:
@@ -56,8 +56,8 @@ class Sender:
 async def test_what_is_sent_and_that_the_connection_is_kept() -> None:
     sender = Sender([PLAIN], [PLAIN])
     async with sender.run() as client:
-        assert await client.post("/path", b'{"a": 1}') == (200, b"body")
-        assert await client.post("/path", b"") == (200, b"body")
+        assert await client.request("POST", "/path", b'{"a": 1}') == (200, b"body")
+        assert await client.request("POST", "/path", b"") == (200, b"body")
     assert sender.connections == 1
     head, _, body = sender.requests[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /base/path HTTP/1.1\r\n") and body == b'{"a": 1}'
@@ -81,7 +81,7 @@ async def test_what_is_sent_and_that_the_connection_is_kept() -> None:
 )
 async def test_every_way_an_answer_may_end(parts: list[bytes | None], answer: tuple[int, bytes]) -> None:
     async with Sender(parts).run() as client:
-        assert await client.post("/", b"{}") == answer
+        assert await client.request("POST", "/", b"{}") == answer
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ async def test_an_answer_that_is_none_is_an_error(parts: list[bytes | None]) -> 
     sender = Sender(parts, [PLAIN])
     async with sender.run() as client:
         with pytest.raises(BrokenAnswer):
-            await client.post("/", b"{}")
-        assert await client.post("/", b"{}") == (200, b"body")  # over another connection
+            await client.request("POST", "/", b"{}")
+        assert await client.request("POST", "/", b"{}") == (200, b"body")  # over another connection
     assert sender.connections == 2
 
 
@@ -116,8 +116,8 @@ async def test_an_answer_that_is_none_is_an_error(parts: list[bytes | None]) -> 
 async def test_a_connection_that_may_not_go_on_is_not_used_again(first: bytes) -> None:
     sender = Sender([first], [PLAIN])
     async with sender.run() as client:
-        assert await client.post("/", b"{}") == (200, b"body")
-        assert await client.post("/", b"{}") == (200, b"body")
+        assert await client.request("POST", "/", b"{}") == (200, b"body")
+        assert await client.request("POST", "/", b"{}") == (200, b"body")
     assert sender.connections == 2
 
 
@@ -128,25 +128,25 @@ async def test_a_request_given_up_takes_its_connection_along() -> None:
     async with sender.run() as client:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await client.post("/", b"{}")
-        assert await client.post("/", b"{}") == (200, b"body")
+                await client.request("POST", "/", b"{}")
+        assert await client.request("POST", "/", b"{}") == (200, b"body")
     assert sender.connections == 2
 
 
 async def test_requests_side_by_side_have_a_connection_each() -> None:
     sender = Sender(*[[PLAIN]] * 8)
     async with sender.run() as client:
-        assert await asyncio.gather(*(client.post("/", b"{}") for _ in range(8))) == [(200, b"body")] * 8
+        assert await asyncio.gather(*(client.request("POST", "/", b"{}") for _ in range(8))) == [(200, b"body")] * 8
     assert sender.connections == 8
 
 
 async def test_nobody_listens() -> None:
-    client = PostClient("http://127.0.0.1:9", None, 5.0)
+    client = HttpClient("http://127.0.0.1:9", None, 5.0)
     with pytest.raises(ConnectFailed):
-        await client.post("/", b"{}")
+        await client.request("POST", "/", b"{}")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ValueError, match="write http://HOST:PORT"):
-        PostClient(url, None, 5.0)
+        HttpClient(url, None, 5.0)

@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from tests.support.fake_engine import fake_config
+from tests.support.pools import one_turn, pool_of, until
 from tests.support.stub_server import StubServer
 from trainers.errors import ServerError
 from trainers.metrics import spec_of
-from trainers.rollouts.pool import Lease, ServerPool
+from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import RequestFailed
-from trainers.types import TurnRecord
 
-PROMPT = np.array([2, 60, 3], np.int32)
 PAGE = 'vllm:kv_cache_usage_perc {usage}\nvllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'
-
-
-@asynccontextmanager
-async def pool_of(
-    *stubs: StubServer, budget_s: float = 30, ceiling: int = 100, **options: Any
-) -> AsyncIterator[tuple[ServerPool, list[str]]]:
-    """An open pool over running stubs, and the causes of its retries as they come."""
-    retries: list[str] = []
-    options = {"first_pause_s": 0.01, "look_every_s": 0.02} | options
-    async with AsyncExitStack() as stack:
-        for stub in stubs:
-            await stack.enter_async_context(stub.run())
-        pool = ServerPool([stub.url for stub in stubs], budget_s, ceiling, on_retry=retries.append, **options)
-        try:
-            await pool.open(5)
-            yield pool, retries
-        finally:
-            await pool.close()
-
-
-async def one_turn(pool: ServerPool, lease: Lease | None = None, version: int | None = 7) -> TurnRecord:
-    held = lease or pool.lease()
-    try:
-        return await pool.turn(PROMPT, lease=held, temperature=1.0, max_tokens=8, seed=5, version=lambda: version)
-    finally:
-        if lease is None:
-            pool.release(held)
-
-
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # Tries and budget
@@ -270,128 +233,6 @@ async def test_the_only_server_is_waited_for_while_it_hangs(monkeypatch: pytest.
         turn = asyncio.create_task(one_turn(pool))
         stub.mute = True
         assert len((await turn).output_ids) == 3 and not retries
-
-
-# Weights
-
-
-async def test_a_server_with_old_weights_is_set_aside_until_it_has_newer_ones(caplog: pytest.LogCaptureFixture) -> None:
-    old, good = StubServer(), StubServer()
-    async with pool_of(old, good) as (pool, retries):
-        old.version = old.weights = "default"
-        await asyncio.gather(*(one_turn(pool) for _ in range(6)))
-        assert len(good.requests) == 6 and set(retries) == {"old_weights"}
-        assert caplog.text.count("student-0 gets no more requests") == 1
-        sent = len(old.requests)
-        await one_turn(pool)
-        assert len(old.requests) == sent
-        old.version = old.weights = "8"
-        await until(lambda: "lost its weights" not in pool.describe())
-        await asyncio.gather(*(one_turn(pool) for _ in range(4)))
-        assert len(old.requests) == sent + 2
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-async def test_wrong_weights_everywhere_end_the_run_when_none_came_back_in_time(servers: int) -> None:
-    stubs = [StubServer() for _ in range(servers)]
-    async with pool_of(*stubs, unreachable_s=0.1) as (pool, _):
-        for stub in stubs:
-            stub.version = stub.weights = "6"
-        with pytest.raises(ServerError, match=r"student-0 .* has lost its weights: .* weights '6' although it holds"):
-            await one_turn(pool)
-
-
-async def test_a_server_that_comes_back_without_its_weights_gets_no_request() -> None:
-    """Also over `/v1/completions`, whose answers do not tell."""
-    restarted, good = StubServer(generate=False), StubServer(generate=False)
-    async with good.run():
-        async with restarted.run():
-            pool = ServerPool([restarted.url, good.url], 30, 100, look_every_s=0.02)
-            await pool.open(5)
-            port = int(restarted.url.rsplit(":", 1)[1])
-            await asyncio.gather(one_turn(pool), one_turn(pool))
-        await until(lambda: "student-0" in pool.describe() and "unreachable" in pool.describe())
-        restarted.weights = "default"
-        async with restarted.run(port):
-            await until(lambda: "weights 'default' although it should hold version 7" in pool.describe())
-            await asyncio.gather(*(one_turn(pool) for _ in range(4)))
-            assert len(restarted.requests) == 1
-            restarted.weights = "7"
-            await until(lambda: "lost its weights" not in pool.describe())
-        await pool.close()
-
-
-async def test_requests_wait_for_the_only_servers_weights_and_are_not_sent_meanwhile() -> None:
-    """Also over `/v1/completions`, whose answers would be taken for the policy's."""
-    stub, outages = StubServer(generate=False), []
-    async with stub.run():
-        pool = ServerPool([stub.url], 0.3, 100, first_pause_s=0.01, look_every_s=0.02, on_outage=lambda: outages.append(1))
-        await pool.open(5)
-        port = int(stub.url.rsplit(":", 1)[1])
-        await one_turn(pool)
-    turn = asyncio.create_task(one_turn(pool))
-    await until(lambda: "unreachable" in pool.describe())
-    stub.weights = "default"
-    async with stub.run(port):
-        await until(lambda: "lost its weights" in pool.describe())
-        waited = len(outages)
-        await until(lambda: len(outages) > waited + 1)
-        assert not turn.done() and len(stub.requests) == 1
-        stub.weights = "7"
-        # The outage was longer than the request's whole budget: it does not count.
-        assert len((await turn).output_ids) == 3
-    await pool.close()
-
-
-# Members
-
-
-async def test_a_new_server_gets_requests_and_one_that_is_taken_away_none() -> None:
-    first, second = StubServer(), StubServer()
-    async with second.run(), pool_of(first) as (pool, retries):
-        first.delay_s = 1000.0
-        lease = pool.lease()
-        turn = asyncio.create_task(one_turn(pool, lease))
-        await until(lambda: len(first.requests) == 1)
-        pool.members([("student-0", first.url), ("student-1", second.url)])
-        await until(lambda: "server/student-1/concurrency_cap" in pool.gauges())
-        await one_turn(pool)
-        assert len(second.requests) == 1
-        pool.members([("student-1", second.url)])
-        # What it was computing is asked of the other at once.
-        assert len((await turn).output_ids) == 3 and retries == ["timeout"] and len(second.requests) == 2
-        await one_turn(pool, lease)
-        assert len(second.requests) == 3 and len(first.requests) == 1
-        pool.release(lease)
-        assert pool.in_flight == 0 and pool.describe() == second.url
-        assert not any(name.startswith("server/student-0/") for name in pool.gauges())
-
-
-async def test_the_replacement_of_the_only_server_ends_the_wait_for_it() -> None:
-    gone, new = StubServer(), StubServer()
-    async with new.run():
-        async with gone.run():
-            pool = ServerPool([gone.url], 1000, 100, first_pause_s=0.01, look_every_s=0.02)
-            await pool.open(5)
-        turn = asyncio.create_task(one_turn(pool))
-        await until(lambda: "unreachable" in pool.describe())
-        pool.members([("student-0", new.url)])
-        assert len((await turn).output_ids) == 3 and len(new.requests) == 1
-        await pool.close()
-
-
-async def test_a_new_server_that_does_not_answer_yet_joins_when_it_does_or_is_forgotten() -> None:
-    first, late = StubServer(), StubServer()
-    async with late.run():
-        port = int(late.url.rsplit(":", 1)[1])
-    async with pool_of(first, unreachable_s=0.05) as (pool, _):
-        pool.members([("student-0", first.url), ("student-1", late.url)])
-        await one_turn(pool)
-        pool.members([("student-0", first.url)])
-        assert not pool._joining
-        pool.members([("student-0", first.url), ("student-1", late.url)])
-        async with late.run(port):
-            await until(lambda: "server/student-1/concurrency_cap" in pool.gauges())
 
 
 # Settings

@@ -12,8 +12,8 @@ import pytest
 from trainers.errors import ConfigError
 from trainers.rewards import code_reward
 from trainers.rewards.code import last_block
-from trainers.rewards.sandbox.launch import in_force
 
+pytestmark = pytest.mark.usefixtures("confined")
 HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/HumanEval.jsonl.gz"  # beside the checkout, if at all
 PROBLEMS = [
     {
@@ -33,14 +33,6 @@ PROBLEMS = [
         "wrong": "    return text\n",
     },
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _confined() -> None:
-    try:
-        in_force(False)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 def chat(text: str) -> list[dict[str, Any]]:

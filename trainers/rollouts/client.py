@@ -10,17 +10,17 @@ here: both are the pool's, which knows the request's budget and the other server
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from dataclasses import dataclass
 
-import aiohttp
 import numpy as np
 
 from trainers.adapters import is_later, version_of
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.answers import read_answer
-from trainers.rollouts.http import ConnectFailed, PostClient
+from trainers.rollouts.http import ConnectFailed, HttpClient
 from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, Retryable, SamplingForm, refusal, request_body
 from trainers.rollouts.server_load import ServerLoad, parse_load
 from trainers.types import TurnRecord
@@ -51,8 +51,7 @@ class GenerateClient:
         self.base_url = base_url.rstrip("/")
         self.facts: ServerFacts | None = None
         self._form = form
-        self._session: aiohttp.ClientSession | None = None  # for looks at the server
-        self._turns: PostClient | None = None
+        self._http: HttpClient | None = None
 
     async def open(self, wait_s: float) -> ServerFacts:
         """Connect and look at the server, waiting up to `wait_s` for it to answer.
@@ -61,32 +60,22 @@ class GenerateClient:
             ServerError: it does not answer, or refuses the key.
         """
         key = os.environ.get("VLLM_API_KEY")
-        self._turns = PostClient(self.base_url, key, CONNECT_S)
-        self._session = aiohttp.ClientSession(
-            # The server closes idle connections after 5 s; one reused at that moment would be reset.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )
+        self._http = HttpClient(self.base_url, key, CONNECT_S)
         deadline = time.monotonic() + wait_s
         while True:
             try:
                 async with asyncio.timeout(3 * LOOK_S):
                     self.facts = await self._look()
                 return self.facts
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            except (ConnectionError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     why = f"{type(error).__name__}: {error}"
                     raise ServerError(f"no answer from {self.base_url} for {wait_s:.0f} s: {why}") from error
                 await asyncio.sleep(1)
 
     async def close(self) -> None:
-        if self._turns is not None:
-            self._turns.close()
-        if self._session is not None:
-            await self._session.close()
+        if self._http is not None:
+            self._http.close()
 
     async def attempt(
         self,
@@ -119,7 +108,7 @@ class GenerateClient:
             version=version,
         )
         try:
-            status, answer = await self.post(path, body)
+            status, answer = await self.request("POST", path, body)
         except ConnectFailed as error:
             raise Retryable("connection", f"{self.base_url}{path}: {error}") from error
         except ConnectionError as error:
@@ -138,21 +127,20 @@ class GenerateClient:
         """What it means that an adapter is not there."""
         try:
             names = await self._adapters()
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError) as error:
             return Retryable("reset", f"{self.base_url}: {type(error).__name__}: {error}")
         if any(is_later(name, adapter) for name in names):
             return RequestFailed("stale", f"{self.base_url} has let go of {adapter}: its version left the window")
         return ServerError(f"the server no longer has the adapter {adapter} that it confirmed: it was restarted")
 
     async def _adapters(self) -> list[str]:
-        assert self._session is not None
-        async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + "/v1/models") as response:
-            return [str(model["id"]) for model in (await response.json())["data"]] if response.status == 200 else []
+        status, page = await self._get("/v1/models")
+        return [str(model["id"]) for model in json.loads(page)["data"]] if status == 200 else []
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer to JSON. Raises `ConnectFailed`, `BrokenAnswer`."""
-        assert self._turns is not None, "open() comes first"
-        return await self._turns.post(path, body)
+    async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `ConnectFailed`, `BrokenAnswer`."""
+        assert self._http is not None, "open() comes first"
+        return await self._http.request(method, path, body)
 
     # Looks at the server; an error of the connection is the caller's to catch
 
@@ -170,24 +158,21 @@ class GenerateClient:
         that one, if it is loaded."""
         if adapter is not None:
             return str(version_of(adapter)) if adapter in await self._adapters() else "default"
-        assert self._session is not None
-        async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + "/weight_info") as response:
-            return str((await response.json())["weight_version"]) if response.status == 200 else None
+        status, page = await self._get("/weight_info")
+        return str(json.loads(page)["weight_version"]) if status == 200 else None
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        assert self._session is not None
-        async with asyncio.timeout(LOOK_S), self._session.get(self.base_url + path) as response:
-            return response.status, await response.read()
+        async with asyncio.timeout(LOOK_S):
+            return await self.request("GET", path)
 
     async def _look(self) -> ServerFacts:
-        assert self._session is not None
-        async with self._session.get(self.base_url + "/v1/models") as response:
-            if response.status in (401, 403):
-                raise ServerError(f"{self.base_url} refuses the key in VLLM_API_KEY ({response.status})")
-            if response.status != 200:
-                raise ServerError(f"{self.base_url}/v1/models answered {response.status}: {(await response.text())[:300]}")
-            model = (await response.json())["data"][0]
+        status, page = await self.request("GET", "/v1/models")
+        if status in (401, 403):
+            raise ServerError(f"{self.base_url} refuses the key in VLLM_API_KEY ({status})")
+        if status != 200:
+            raise ServerError(f"{self.base_url}/v1/models answered {status}: {page[:300].decode(errors='replace')}")
+        model = json.loads(page)["data"][0]
         # An empty request is refused where the endpoint exists, and not found where it does not.
-        async with self._session.post(self.base_url + GENERATE, json={}) as response:
-            generate = response.status not in (404, 405)
+        status, _ = await self.request("POST", GENERATE, b"{}")
+        generate = status not in (404, 405)
         return ServerFacts(model["id"], int(model["max_model_len"]), generate, await self.load())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trainers.rollouts.buffer import buffer_arrays, read_buffer
 from trainers.rollouts.inspection import Inspection
 from trainers.rollouts.ledger import Key, Ledger, begun_anew
 from trainers.rollouts.reading import StreamReader
+from trainers.rollouts.rejections import Rejections
 from trainers.rollouts.snapshot import read_state
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
@@ -41,8 +42,6 @@ from trainers.streams import Stream
 from trainers.types import Prompt, RolloutGroup, Sample, Step
 
 logger = logging.getLogger(__name__)
-
-_REJECTED = ("filtered", "too_long", "oversize")  # an epoch of nothing else would repeat for ever
 
 
 class StepEngine:
@@ -99,7 +98,7 @@ class StepEngine:
         self._outstanding: dict[Key, int] = {}  # rollouts of each group that is generating or in scoring
         self._rollouts = 0  # their sum
         self._epochs_told = 0
-        self._rejected: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._rejections = Rejections()
         self._finished = False  # the source has nothing more to give
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -250,7 +249,7 @@ class StepEngine:
             if not length:
                 raise DatasetError(f"{self._rows.source} gave no rows in epoch {epoch}: can it be read more than once?")
             self.ledger.ended(epoch, length)
-            self._check_rejected(epoch)
+            self._rejections.check(epoch, length)
             self._touch()
         self.reader.forget(self.ledger.needed())
         return row
@@ -318,20 +317,8 @@ class StepEngine:
         self._rollouts -= self._outstanding.pop(key)
         self.ledger.dropped(key, cause)
         self._count_group_drop(cause)
-        if cause in _REJECTED:
-            self._rejected[key[0]][cause] += 1
-            self._check_rejected(key[0])
-
-    def _check_rejected(self, epoch: int) -> None:
-        """Raises `DatasetError` if nothing of a whole epoch could be used: the next would be no better."""
-        rejected = self._rejected[epoch]
-        if rejected.total() and rejected.total() == self.ledger.size(epoch):
-            counts = ", ".join(f"{count} {name}" for name, count in rejected.most_common())
-            raise DatasetError(
-                f"every prompt of epoch {epoch} was rejected ({counts}): there is nothing to train on. filtered: by "
-                "filter_prompt; too_long: prompts above the server's max_model_len − 1; oversize: sequences above "
-                "max_length or token_budget"
-            )
+        self._rejections.add(key[0], cause)
+        self._rejections.check(key[0], self.ledger.size(key[0]))
 
     def _count_group_drop(self, cause: str) -> None:
         if self.algorithm.generates:

@@ -1,10 +1,9 @@
-"""POST requests over keep-alive connections: the path every turn of every rollout takes.
+"""Requests to one server over keep-alive connections: the path every turn of every rollout takes.
 
-    post ─▶ idle connection, else a new one ─▶ one write: head and body ─▶ status line, headers, body ─▶ idle again
+    request ─▶ idle connection, else a new one ─▶ one write: head and body ─▶ status line, headers, body ─▶ idle again
 
 HTTP/1.1 as servers of JSON speak it: `Content-Length`, chunked, or until the connection closes. A general client spends several
-times as long on a request as this does, and turns are counted in thousands a second; everything that is asked more seldom goes
-through `aiohttp`.
+times as long on a request as this does, and turns are counted in thousands a second.
 
 Invariants:
 - a connection carries one request at a time, and is only used again after a whole answer that allows it;
@@ -153,7 +152,7 @@ def _joined_chunks(buffer: bytearray) -> bytes | None:
         at += size + 2
 
 
-class PostClient:
+class HttpClient:
     """Connections to one server.
 
     Args:
@@ -175,7 +174,7 @@ class PostClient:
         self._idle: list[_Connection] = []  # the newest last
         self._closed = False
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of the answer.
 
         Raises:
@@ -183,7 +182,7 @@ class PostClient:
             BrokenAnswer: it ended before the answer did.
         """
         connection = self._take() or await self._connect()
-        head = f"POST {self._prefix}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
         try:
             answer = await connection.ask(b"".join((head, self._fields, b"\r\n", body)))
         except BaseException:

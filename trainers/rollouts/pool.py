@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
 import numpy as np
 
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.client import GenerateClient, ServerFacts
 from trainers.rollouts.concurrency import AdaptiveCap
+from trainers.rollouts.http import ConnectFailed
 from trainers.rollouts.protocol import PLAIN, RequestFailed, Retryable, SamplingForm
 from trainers.rollouts.student_server import StudentServer
 from trainers.types import TurnRecord
@@ -334,9 +334,9 @@ class ServerPool:
                     logger.warning("%s does not answer; its requests go elsewhere", server.name)
                     server.failed("connection")
                     server.abort_attempts()
-            except (aiohttp.ClientError, ConnectionError, ValueError, KeyError, TypeError) as error:
+            except (ConnectionError, ValueError, KeyError, TypeError) as error:
                 logger.debug("%s: %r", server.name, error)
-                if isinstance(error, aiohttp.ClientConnectorError):
+                if isinstance(error, ConnectFailed):
                     server.failed("connection")
             if self.cap != cap:
                 self.changed.set()

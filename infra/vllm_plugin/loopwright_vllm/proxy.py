@@ -19,6 +19,7 @@ import uvicorn
 from yarl import URL
 
 from loopwright_vllm.auth import KeyMiddleware
+from loopwright_vllm.control import read
 
 # Of one connection only, or worked out anew for the other one.
 NOT_PASSED_ON = frozenset(
@@ -118,15 +119,6 @@ class RemoteEngine:
 
 def passed_on(name: bytes) -> bool:
     return name not in NOT_PASSED_ON
-
-
-async def read(receive: Any) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 async def disconnected(receive: Any) -> None:

@@ -1,0 +1,31 @@
+"""Prompts that could not be used at all: an epoch of nothing else would repeat for ever."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from trainers.errors import DatasetError
+
+CAUSES = ("filtered", "too_long", "oversize")
+
+
+class Rejections:
+    """Counts them by epoch and cause."""
+
+    def __init__(self) -> None:
+        self._epochs: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+    def add(self, epoch: int, cause: str) -> None:
+        if cause in CAUSES:
+            self._epochs[epoch][cause] += 1
+
+    def check(self, epoch: int, size: int | None) -> None:
+        """`size`: prompts of the epoch; None while a stream has not ended. Raises `DatasetError` if none of them was of use."""
+        rejected = self._epochs[epoch]
+        if rejected.total() and rejected.total() == size:
+            counts = ", ".join(f"{count} {cause}" for cause, count in rejected.most_common())
+            raise DatasetError(
+                f"every prompt of epoch {epoch} was rejected ({counts}): there is nothing to train on. filtered: by "
+                "filter_prompt; too_long: prompts above the server's max_model_len − 1; oversize: sequences above "
+                "max_length or token_budget"
+            )
