@@ -26,7 +26,7 @@ from infra.process import Supervised
 from infra.vllm_command import PLUGIN, ServerSpec, command_line, environment, front_of
 from infra.vllm_features import Features, installed
 from infra.vllm_front import Choice
-from infra.vllm_probe import Capabilities, Needs, lacking, probe, request, require
+from infra.vllm_probe import GENERATE, Capabilities, Needs, lacking, probe, request, require
 
 __all__ = [
     "PLUGIN",
@@ -104,7 +104,7 @@ class VLLMServer:
         # A server that returns candidate sets refuses a request without top_k.
         sampling = {"max_tokens": 2, "seed": 0, "logprobs": 0, "ignore_eos": True, "top_k": 1}
         body = {"model": self.capabilities().served_name, "token_ids": [0], "sampling_params": sampling}
-        answer = request(self.url, self.api_key, "/inference/v1/generate", method="POST", json=body, timeout=timeout_s)
+        answer = request(self.url, self.api_key, GENERATE, method="POST", json=body, timeout=timeout_s)
         if answer.status_code != 200:
             raise ServerStartFailed(f"server {self.spec.name} is up but does not generate: {answer.text[:500]}")
         if on_progress is not None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainers.errors import ServerError, WeightSyncError
+from trainers.weight_sync.layout import Layout
 from trainers.weight_sync.members import Member, begin, finish
 from trainers.weight_sync.staging import Staging
 from trainers.weight_sync.update import Seconds
@@ -62,19 +63,20 @@ class Broadcast:
         assert layout is not None, "nothing is staged"
         self.bytes_sent = layout.nbytes
         info = {"layout": layout.id, "timeout_s": self.timeout_s}
-        return self.send_parts(members, staging, dict.fromkeys(members, info), staging.buckets, version)
+        return self.send_parts(members, layout, info, staging.buckets, version)
 
     def send_parts(
-        self, members: Sequence[Member], staging: Staging, infos: dict[Member, dict], parts: list[torch.Tensor], version: int
+        self, members: Sequence[Member], layout: Layout, info: dict[str, Any], parts: list[torch.Tensor], version: int
     ) -> Results:
-        """Every member gets its update call, and all of them the same broadcasts of `parts` (uint8)."""
-        layout = staging.layout
-        assert layout is not None, "nothing is staged"
+        """Every member gets the same update call and the same broadcasts of `parts` (uint8)."""
         if failed := self._join(members):
             return failed
-        for member in members:
+
+        def one(member: Member) -> Seconds:
             introduce(member, layout)
-        futures = begin(members, lambda member: update_member(member, infos[member], version))
+            return update_member(member, info, version)
+
+        futures = begin(members, one)
         try:
             self._broadcast(parts, futures)
         except (RuntimeError, TimeoutError) as error:

@@ -17,11 +17,11 @@ import torch
 from trainers.weight_sync import sparse
 from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.layout import Layout
-from trainers.weight_sync.members import Member, each
+from trainers.weight_sync.members import Member
 from trainers.weight_sync.shared_storage import WeightFiles
 from trainers.weight_sync.staging import Staging
 from trainers.weight_sync.update import Seconds
-from trainers.weight_sync.ways import Results, introduce, update_member
+from trainers.weight_sync.ways import Results
 
 MOST = 0.5
 
@@ -98,13 +98,14 @@ class Changes:
             parts = [_joined(patch) for _, patch in patches.values()]
             self.bytes_sent = sum(part.numel() for part in parts)
             info["timeout_s"] = self.broadcast.timeout_s
-            return self.broadcast.send_parts(members, staging, dict.fromkeys(members, info), parts, version)
+            return self.broadcast.send_parts(members, staging.layout, info, parts, version)
         tensors = {
             f"{index}.{name}": stream.cpu()
             for index, (_, patch) in patches.items()
             for name, stream in zip(("gaps", "small", "wide"), patch.streams, strict=True)
         }
-        return self._send_file(members, staging.layout, f"changes-{version}", tensors, info, version)
+        results, self.bytes_sent = self.files.send(members, f"changes-{version}", tensors, info, version, staging.layout)
+        return results
 
     def _send_everything(self, members: Sequence[Member], staging: Staging, version: int) -> Results:
         assert staging.layout is not None, "nothing is staged"
@@ -112,24 +113,11 @@ class Changes:
         if self.broadcast is not None:
             self.bytes_sent = staging.layout.nbytes
             info["timeout_s"] = self.broadcast.timeout_s
-            return self.broadcast.send_parts(members, staging, dict.fromkeys(members, info), staging.buckets, version)
+            return self.broadcast.send_parts(members, staging.layout, info, staging.buckets, version)
         host = [bucket.cpu() for bucket in staging.buckets]
-        return self._send_file(members, staging.layout, f"policy-{version}", staging.layout.views(host), info, version)
-
-    def _send_file(
-        self, members: Sequence[Member], layout: Layout, name: str, tensors: dict[str, torch.Tensor], info: dict, version: int
-    ) -> Results:
-        path, self.bytes_sent = self.files.write(name, tensors)
-
-        def one(member: Member) -> Seconds:
-            self.files.connect(member)
-            introduce(member, layout)
-            return update_member(member, {**info, "path": str(path)}, version)
-
-        try:
-            return each(members, one)
-        finally:
-            path.unlink(missing_ok=True)
+        tensors = staging.layout.views(host)
+        results, self.bytes_sent = self.files.send(members, f"policy-{version}", tensors, info, version, staging.layout)
+        return results
 
     def _note(self, results: Results, staging: Staging, version: int) -> None:
         """What members that took the update mirror now, and what they mirror it of."""

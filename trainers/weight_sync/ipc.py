@@ -18,8 +18,8 @@ from trainers.errors import ServerCapabilityError
 from trainers.weight_sync.layout import Layout
 from trainers.weight_sync.members import Member, each
 from trainers.weight_sync.staging import Staging
-from trainers.weight_sync.update import Seconds, update
-from trainers.weight_sync.ways import Results, connect, introduce
+from trainers.weight_sync.update import Seconds
+from trainers.weight_sync.ways import Results, connect, introduce, update_member
 
 WINDOW_BYTES = 1 << 30
 
@@ -53,7 +53,7 @@ class Ipc:
         assert layout is not None, "nothing is staged"
         self.bytes_sent = layout.nbytes
         if staging.device.type == "cuda":
-            return each(members, lambda member: self._one(member, layout, [lambda: {}], version, staging.memory))
+            return each(members, lambda member: self._one(member, layout, [dict], version, staging.memory))
         if self.world_size > 1:
             raise ServerCapabilityError(
                 f"the policy's {layout.nbytes / 1e9:.1f} GB of buckets do not fit on the GPU beside the model, and only one "
@@ -79,10 +79,7 @@ class Ipc:
             handles = {str(gpu_uuid(self.device)): handle_of(memory)} | (self.offers.pop() if self.offers else {})
             connect(member, channel, {"transport": "ipc", "handles": handles})
         introduce(member, layout)
-        assert member.facts is not None, f"{member.client.url} is not in the group"
-        base = {"layout": layout.id, "version": str(version)}
-        calls = [lambda bring=bring: base | bring() for bring in rounds]
-        return update(member.client, calls, version, one_call=member.facts.one_call)
+        return update_member(member, {"layout": layout.id}, version, rounds)
 
     def _round(self, window: torch.Tensor, staging: Staging, part: list[int], last: bool) -> Callable[[], dict]:
         def bring() -> dict[str, Any]:

@@ -58,14 +58,13 @@ class Adapters:
         self.max_staleness = max_staleness
         self.run = new_run()
         self.versions: list[int] = []  # whose folders are there, oldest first
-        self.newest: int | None = None
         self.bytes_sent = 0
         shutil.rmtree(self.folder, ignore_errors=True)  # an earlier process's: its rollouts are gone
 
     @property
     def served_as(self) -> str | None:
         """What requests of the newest version name as their model."""
-        return None if self.newest is None else adapter_name(self.newest, self.run)
+        return adapter_name(self.versions[-1], self.run) if self.versions else None
 
     def send(self, members: Sequence[Member], staging: Staging, version: int) -> Results:
         """See `Way.send`."""
@@ -77,7 +76,6 @@ class Adapters:
         results = each(members, self._load)
         for old in left:
             shutil.rmtree(self._folder(old), ignore_errors=True)
-        self.newest = version
         return results
 
     def close(self) -> None:
@@ -172,11 +170,9 @@ def choose_adapters(config: AsyncTrainerConfig, members: Sequence[Member]) -> Ad
     return Adapters(config.output_dir, config.max_staleness)
 
 
-def compare(
-    policy: Policy, ranks: Ranks, members: Sequence[Member], tokens: np.ndarray, tolerance: float
-) -> dict[str, tuple[float, float]]:
-    """URL → mean and largest absolute difference, in nats, between a server's and the trainer's log-probabilities of what the
-    server samples. Called by every rank; `members` on rank 0.
+def compare(policy: Policy, ranks: Ranks, members: Sequence[Member], tokens: np.ndarray, tolerance: float) -> list[float]:
+    """Of each server the largest absolute difference, in nats, between its and the trainer's log-probabilities of what it
+    samples. Called by every rank; `members` on rank 0.
 
     Sampled tokens and not those of a prompt: prompt logprobs with an adapter, while others generate, end a vLLM server.
 
@@ -189,17 +185,17 @@ def compare(
         answers = each(list(members), lambda member: _sampled(member, tokens, vocabulary))
         return [(member.client.url, *answer) for member, answer in answers.items() if not isinstance(answer, ServerError)]
 
-    differences: dict[str, tuple[float, float]] = {}
+    largest: list[float] = []
     for url, ids, logprobs in ranks.rank_zero(ask):
         mine = probe_logprobs(policy, np.concatenate([tokens, ids]).astype(np.int32), ranks.device)[len(tokens) - 1 :]
         difference = np.abs(mine - logprobs)
-        differences[url] = float(difference.mean()), float(difference.max())
+        largest.append(float(difference.max()))
         if not difference.mean() <= tolerance:
             raise WeightSyncError(
                 f"the adapter in {url} gives log-probabilities that differ from the trainer's by {difference.mean():.4g} nats "
                 f"on average (largest {difference.max():.4g}, tolerance {tolerance:g}): it serves another base model or dtype"
             )
-    return differences
+    return largest
 
 
 def _sampled(member: Member, tokens: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,11 @@ class Member:
         """What each of its workers says of itself; none where the server has none of our methods."""
         return list(self.facts.workers) if self.facts else []
 
+    def served(self, patience_s: float) -> str:
+        """The version it serves, once it answers. Raises `ServerError`."""
+        self.client.wait_healthy(patience_s)
+        return self.client.weight_version()
+
     def forget(self) -> None:
         self.layouts.clear()
         self.channel, self.complete, self.version, self.mirrors, self.updates = None, False, None, None, 0

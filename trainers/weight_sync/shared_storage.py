@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainers.errors import WeightSyncError
+from trainers.weight_sync.layout import Layout
 from trainers.weight_sync.members import Member, each
 from trainers.weight_sync.staging import Staging
 from trainers.weight_sync.update import Seconds
@@ -69,8 +70,35 @@ class WeightFiles:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self.directory
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> tuple[Path, int]:
-        """The file and its tensors' bytes. Raises `WeightSyncError`."""
+    def send(
+        self,
+        members: Sequence[Member],
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        info: dict[str, Any],
+        version: int,
+        layout: Layout | None,
+    ) -> tuple[Results, int]:
+        """A file for as long as the members load from it, and its tensors' bytes. `layout`: what they must know to read it.
+
+        Raises:
+            WeightSyncError: it could not be written.
+        """
+        path, size = self._write(name, tensors)
+        channel = str(self.directory)
+
+        def one(member: Member) -> Seconds:
+            connect(member, channel, {"transport": "file", "directory": channel})
+            if layout is not None:
+                introduce(member, layout)
+            return update_member(member, info | {"path": str(path)}, version)
+
+        try:
+            return each(members, one), size
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> tuple[Path, int]:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
             path = self.folder(size) / f"{name}.safetensors"
@@ -78,9 +106,6 @@ class WeightFiles:
         except OSError as error:
             raise WeightSyncError(f"weights ({name}) could not be written: {error}") from error
         return path, size
-
-    def connect(self, member: Member) -> None:
-        connect(member, str(self.directory), {"transport": "file", "directory": str(self.directory)})
 
     def close(self) -> None:
         if self.directory is not None:
@@ -104,19 +129,11 @@ class SharedStorage:
         """See `Way.send`."""
         layout = staging.layout
         assert layout is not None, "nothing is staged"
-        path, self.bytes_sent = self.files.write(f"policy-{version}", layout.views(staging.buckets))
-
-        def one(member: Member) -> Seconds:
-            self.files.connect(member)
-            if layout.partial:
-                introduce(member, layout)
-            info: dict[str, Any] = {"path": str(path)} | ({"layout": layout.id} if layout.partial else {})
-            return update_member(member, info, version)
-
-        try:
-            return each(members, one)
-        finally:
-            path.unlink(missing_ok=True)
+        needed = layout if layout.partial else None
+        info = {"layout": layout.id} if layout.partial else {}
+        tensors = layout.views(staging.buckets)
+        results, self.bytes_sent = self.files.send(members, f"policy-{version}", tensors, info, version, needed)
+        return results
 
     def close(self) -> None:
         self.files.close()

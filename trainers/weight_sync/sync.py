@@ -32,7 +32,7 @@ from trainers.model import Policy, compute_dtype, probe_logprobs
 from trainers.roster import Listed, Roster
 from trainers.server import ServerClient, ServerFacts
 from trainers.weight_sync.choose import choose
-from trainers.weight_sync.ipc import gpu_uuid, handle_of
+from trainers.weight_sync.ipc import Ipc, gpu_uuid, handle_of
 from trainers.weight_sync.layout import Layout, make_layout
 from trainers.weight_sync.lora import Adapters, StagedAdapter, compare
 from trainers.weight_sync.members import Member, Members, each
@@ -149,11 +149,12 @@ class ServerSync:
         staging = self._stage(policy, task)
         offers = self._gathered(self._offers(staging, task)) if task.every_rank and task.newcomers else []
         staged = time.perf_counter()
-        metrics = self.ranks.rank_zero(lambda: self._send(staging, offers, version, tokens, expected))
+        tolerance = self._tolerance(task)
+        metrics = self.ranks.rank_zero(lambda: self._send(staging, offers, version, tokens, expected, tolerance))
         if not metrics:
             return metrics
         if task.adapter and task.compares and not newcomers_only:
-            metrics |= self._compare_adapters(policy, tokens)
+            metrics |= self._compare_adapters(policy, task, tokens)
         metrics["perf/weight_sync_transfer_s"] += staged - began - waited
         return {**metrics, "perf/weight_sync_barrier_s": waited, "perf/weight_sync_s": time.perf_counter() - began}
 
@@ -178,18 +179,20 @@ class ServerSync:
         dist.all_gather_object(values, mine, group=self.ranks.control)
         return values
 
-    def _compare_adapters(self, policy: Policy, tokens: np.ndarray) -> dict[str, float]:
-        tolerance = self.ranks.rank_zero(
-            lambda: max(PROBE_TOLERANCE[dtype] for dtype in (self.dtype, *(m.facts.dtype for m in self.targets if m.facts)))
-        )
+    def _compare_adapters(self, policy: Policy, task: Task, tokens: np.ndarray) -> dict[str, float]:
+        tolerance = self._tolerance(task)
         inside = [member for member in self.targets if member.facts is not None]
         differences = compare(policy, self.ranks, inside, tokens, tolerance)
-        return {"perf/weight_probe_abs_diff": max(largest for _, largest in differences.values())} if differences else {}
+        return {"perf/weight_probe_abs_diff": max(differences)} if differences else {}
+
+    def _tolerance(self, task: Task) -> float:
+        """Of a probe: the servers all compute in one type."""
+        return max(PROBE_TOLERANCE[self.dtype], PROBE_TOLERANCE[task.dtype])
 
     def _stage(self, policy: Policy, task: Task) -> Staging:
-        if task.adapter:
-            return StagedAdapter(policy, getattr(torch, task.dtype), keep=self.ranks.is_main)
         dtype = getattr(torch, task.dtype)
+        if task.adapter:
+            return StagedAdapter(policy, dtype, keep=self.ranks.is_main)
         layout = self.layouts.get(task.everything)
         if layout is None:
             layout = self.layouts[task.everything] = make_layout(policy.model, dtype, everything=task.everything)
@@ -282,12 +285,18 @@ class ServerSync:
         self.members.refuse(member, ServerCapabilityError(why))
 
     def _send(
-        self, staging: Staging, offers: list[Any], version: int, tokens: np.ndarray, expected: np.ndarray | None
+        self,
+        staging: Staging,
+        offers: list[Any],
+        version: int,
+        tokens: np.ndarray,
+        expected: np.ndarray | None,
+        tolerance: float,
     ) -> dict[str, float] | None:
         way = self.way
         assert way is not None, "sent before a way was chosen"
-        if offers and hasattr(way, "offers"):
-            way.offers = [_merged(handles) for handles in zip(*offers[1:], strict=True)]  # type: ignore[attr-defined]
+        if offers and isinstance(way, Ipc):
+            way.offers = [_merged(handles) for handles in zip(*offers[1:], strict=True)]
         began = time.perf_counter()
         results = way.send(self.targets, staging, version)
         if failed := [member for member, result in results.items() if isinstance(result, ServerError)]:
@@ -297,7 +306,6 @@ class ServerSync:
         if not done:
             self.watch.note()
             return {} if self.members.inside else None
-        tolerance = max(PROBE_TOLERANCE[self.dtype], *(PROBE_TOLERANCE[m.facts.dtype] for m in done if m.facts))
         sent = time.perf_counter()
         checked = each(list(done), lambda member: verify(member.client, version, tokens, expected, tolerance))
         for member, result in checked.items():
@@ -326,7 +334,7 @@ class ServerSync:
             logger.warning(
                 "%s: weight sync to version %d failed, trying once more: %s", member.client.url, version, results[member]
             )
-        answers = each(failed, _served)
+        answers = each(failed, lambda member: member.served(HEALTH_TIMEOUT_S))
         partial = staging.layout is not None and staging.layout.partial
         alive: list[Member] = []
         for member, served in answers.items():
@@ -346,18 +354,13 @@ class ServerSync:
         if not failed:
             return
         if len(failed) == len(self.members.inside):
-            up = [member for member, answer in each(list(failed), _served).items() if not isinstance(answer, ServerError)]
+            answers = each(list(failed), lambda member: member.served(HEALTH_TIMEOUT_S))
+            up = [member for member, answer in answers.items() if not isinstance(answer, ServerError)]
             if up:
                 error = failed[up[0]]
                 raise WeightSyncError(f"{up[0].client.url} {failure}{error}" if failure else str(error)) from error
         for member, error in failed.items():
             self.members.leave(member, error)
-
-
-def _served(member: Member) -> str:
-    """The version it serves, once it answers. Raises `ServerError`."""
-    member.client.wait_healthy(HEALTH_TIMEOUT_S)
-    return member.client.weight_version()
 
 
 def _merged(handles: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

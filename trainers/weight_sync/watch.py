@@ -60,7 +60,7 @@ class Watch:
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             idle = [member for member in self._members.all if member not in self._looks]
-            self._looks |= {member: (look, member.version) for member, look in begin(idle, _served).items()}
+            self._looks |= {member: (look, member.version) for member, look in begin(idle, _look).items()}
         return self._roster.changed or any(
             member.facts is None and member.refused is None and member in self._answered and now >= member.retry_at
             for member in self._members.all
@@ -80,7 +80,7 @@ class Watch:
 
     def serving(self) -> list[str]:
         """URLs of the servers that answer within seconds and hold the policy."""
-        looks = begin(self._members.inside, _served)
+        looks = begin(self._members.inside, _look)
         wait(looks.values(), ANSWER_S)
         good = [member for member, look in looks.items() if look.done() and look.exception() is None]
         return [member.client.url for member in good if looks[member].result() == member.version]
@@ -111,7 +111,5 @@ class Watch:
         return servers
 
 
-def _served(member: Member) -> str:
-    """The version it serves. Raises `ServerError`."""
-    member.client.wait_healthy(LOOK_PATIENCE_S)
-    return member.client.weight_version()
+def _look(member: Member) -> str:
+    return member.served(LOOK_PATIENCE_S)

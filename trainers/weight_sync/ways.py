@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from trainers.errors import ServerError
@@ -45,8 +45,11 @@ def connect(member: Member, channel: str, transport: dict[str, Any]) -> None:
         member.channel = channel
 
 
-def update_member(member: Member, info: dict[str, Any], version: int) -> Seconds:
-    """One update call in one cycle."""
+def update_member(
+    member: Member, info: dict[str, Any], version: int, rounds: Sequence[Callable[[], dict[str, Any]]] = (dict,)
+) -> Seconds:
+    """One cycle, with an update call for each of `rounds`: what it returns is added to `info`. Raises `ServerError`."""
     facts = member.facts
     assert facts is not None, f"{member.client.url} is not in the group"
-    return update(member.client, [lambda: {**info, "version": str(version)}], version, one_call=facts.one_call)
+    calls = [lambda bring=bring: info | {"version": str(version)} | bring() for bring in rounds]
+    return update(member.client, calls, version, one_call=facts.one_call)

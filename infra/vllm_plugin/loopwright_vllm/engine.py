@@ -13,9 +13,9 @@ whole update.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ from loopwright_vllm.layout import Layout
 from loopwright_vllm.loading import Loader
 
 logger = init_logger("vllm.loopwright")
-PROTOCOL = 1
 DEFAULT_TIMEOUT_S = 600.0
 MIRROR_SHARE = 0.5  # of free GPU memory that a mirror or staged update may take
 
@@ -156,21 +155,13 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def state(self) -> dict[str, Any]:
         """What the trainer chooses a way by, and which version this worker holds."""
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         return {
-            "protocol": PROTOCOL,
             "version": self.version,
             "torn": self.torn,
-            "device": self.device.type,
             "gpu_uuid": gpu_uuid(self.device),
             "machine": machine(),
-            "worker": self.index,
-            "workers": self.parallel_config.world_size * getattr(self.parallel_config, "data_parallel_size", 1),
-            "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "plan": self.loader.plan is not None,
             "why_no_plan": self.loader.why_no_plan,
-            "mirror": self.mirror_of[1] if self.mirror_of else None,
-            "free_bytes": free,
         }
 
     # Ways to receive -------------------------------------------------------------------------------------------------
@@ -296,28 +287,21 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 (layout.views(index, b if persistent or ready else b.clone()) for index, b in buckets), partial=partial
             )
 
-    def _touching(self) -> _Touching:
-        return _Touching(self)
-
-
-class _Touching:
-    """While parameters are written the worker holds no version; one that failed stays torn until a whole update."""
-
-    def __init__(self, engine: LoopwrightEngine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> None:
-        self.engine.version, self.engine.torn = None, True
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is not None:
+    @contextmanager
+    def _touching(self) -> Iterator[None]:
+        """While parameters are written the worker holds no version; one that failed stays torn until a whole update."""
+        self.version, self.torn = None, True
+        try:
+            yield
+        except BaseException as error:
             logger.error("A weight update failed while it was loaded: %s", error)
+            raise
 
 
 def machine() -> str:
-    """The same for processes of one machine that can share memory and files."""
+    """The same for processes of one machine that can share memory and files; the trainer makes its own alike."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{platform.node()} {file.read().strip()}"
     except OSError:
-        return f"{platform.node()} {os.getuid()}"
+        return platform.node()
