@@ -19,6 +19,7 @@ from flows.convert import resolve_model
 from infra.home import home
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
 from trainers.references import REFERENCE, is_reference, resolve
+from trainers.roster import plain_url
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
 def http_address(url: str | None) -> str | None:
     if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("a server's address starts with http:// or https://")
-    return url.rstrip("/") if url else url
+    return plain_url(url) if url else url
 
 
 class ServerConfig(StrictModel):

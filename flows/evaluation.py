@@ -37,11 +37,12 @@ def _evaluate(experiment: Experiment, model: str, step: int, served: bool) -> di
     folder.mkdir(parents=True, exist_ok=True)
     request, out, log = (folder / f"evaluate-{step}.{kind}" for kind in ("json", "out.json", "log"))
     fields = {**trainer_fields(experiment.config, experiment.folder), **experiment.servers.config_fields()}
+    # A server that came after the last sync holds the weights it was started with.
+    urls = experiment.servers.serving(step) if step else fields.get("vllm_server_base_url")
     payload = {
         "config": fields,
         "model": fields["model"] if model == experiment.config.model else model,
-        # A server that came after the last sync holds the weights it was started with.
-        "url": (experiment.servers.serving(step) if step else fields.get("vllm_server_base_url")) or None if served else None,
+        "url": urls if served else None,
     }
     request.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
     out.unlink(missing_ok=True)

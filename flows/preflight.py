@@ -18,6 +18,7 @@ from flows.convert import resolve_model
 from trainers.config import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
+from trainers.roster import plain_url
 
 
 class RewardTypeError(ConfigErrors, TypeError):
@@ -145,7 +146,7 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
     from infra.errors import InfraError
     from infra.vllm import lacking, probe
 
-    for url in map(resolve, server.urls):
+    for url in map(plain_url, map(resolve, server.urls)):
         try:
             missing = lacking(probe(url, os.environ.get(server.api_key_env)), needs(config))
         except InfraError as error:

@@ -33,8 +33,7 @@ class Pulse:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="health")
         self._looks: dict[str, Future[bool]] = {}
         self._next: dict[str, float] = {}
-        self._known: set[str] = set()
-        self._failing: dict[str, float] = {}  # monotonic time of the first look in a row that failed
+        self._failing: dict[str, float | None] = {}  # monotonic, first failed look in a row; None: it answered the last one
 
     def silent_s(self, urls: Iterable[str]) -> dict[str, float]:
         """Seconds for which each of these has failed every look; 0: it answered the last one. Those that were not looked at yet
@@ -45,11 +44,7 @@ class Pulse:
             if not future.done():
                 continue
             del self._looks[url]
-            self._known.add(url)
-            if future.result():
-                self._failing.pop(url, None)
-            else:
-                self._failing.setdefault(url, now)
+            self._failing[url] = None if future.result() else self._failing.get(url) or now
         for url in wanted - self._looks.keys():
             if now >= self._next.get(url, 0.0):
                 self._next[url] = now + self._every_s
@@ -57,11 +52,9 @@ class Pulse:
         for url in self._next.keys() - wanted:
             del self._next[url]
             self._failing.pop(url, None)
-            self._known.discard(url)
-        silent_s = dict.fromkeys(wanted & self._known, 0.0)
-        for url in silent_s.keys() & self._failing.keys():
-            silent_s[url] = max(now - self._failing[url], MOMENT_S)
-        return silent_s
+        return {
+            url: 0.0 if since is None else max(now - since, MOMENT_S) for url, since in self._failing.items() if url in wanted
+        }
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -8,13 +8,13 @@ Files appear by rename. A request holds until its asker has stopped waiting; the
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from infra.outbox import write_atomically
 from trainers.errors import ConfigError
 
 FOLDER = "server_requests"
@@ -49,7 +49,7 @@ def ask(folder: Path, action: Literal["add", "remove"], url: str | None, count: 
     box.mkdir(parents=True, exist_ok=True)
     request = Request(secrets.token_hex(8), action, url, count, time.time() + timeout_s)
     asked, answered = box / f"{request.id}.ask.json", box / f"{request.id}.answer.json"
-    _write(asked, asdict(request))
+    write_atomically(asked, json.dumps(asdict(request)).encode())
     try:
         while time.time() < request.until:
             if answered.exists():
@@ -87,10 +87,5 @@ class Requests:
 
     def answer(self, request: Request, done: bool, text: str) -> None:
         if request.until > time.time():
-            _write(self._box / f"{request.id}.answer.json", {"done": done, "text": text})
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(temporary, path)
+            answer = json.dumps({"done": done, "text": text}).encode()
+            write_atomically(self._box / f"{request.id}.answer.json", answer)

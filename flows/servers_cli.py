@@ -57,12 +57,15 @@ def remove(run: str, url: str | None, count: int | None) -> None:
 
 
 def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int | None) -> str:
+    from flows.config import http_address
     from flows.server_requests import ask
 
     if url is not None and count is not None:
         raise click.UsageError("give --url or --count, not both")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise click.BadParameter("a server's address starts with http:// or https://", param_hint="--url")
+    try:
+        url = http_address(url)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--url") from None
     return ask(_folder(_running(run)), action, url, count or 1, ANSWER_S if url is None else PROBE_S)
 
 

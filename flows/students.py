@@ -28,7 +28,7 @@ from infra.registry import Registry, RunRow
 from infra.vllm import lacking, probe
 from trainers.errors import LoopwrightError, ServerCapabilityError
 from trainers.references import resolve
-from trainers.roster import Listed, read_serving, write_servers
+from trainers.roster import Listed, plain_url, read_serving, write_servers
 
 
 class Students:
@@ -56,7 +56,7 @@ class Students:
         self._check = check or self._check_able
         self._numbers = 0
         self._given: dict[str, Listed] = {}  # by URL
-        for url in map(resolve, given.urls):
+        for url in map(plain_url, map(resolve, given.urls)):
             self._given[url] = Listed(self._next_name(), url)
         make = make or (lambda name: Student(config, run, registry, leases, name, self._key))
         self._fleet = Fleet(lambda: make(self._next_name()), config.retry.replace_servers, config.retry.backoff_s)
@@ -167,7 +167,7 @@ class Students:
     # What `loopwright servers` asks
 
     def _do(self, request: Request) -> None:
-        url = request.url.rstrip("/").removesuffix("/v1") if request.url is not None else None
+        url = plain_url(request.url) if request.url is not None else None
         if request.action == "remove":
             self._requests.answer(request, *self._remove(url, request.count))
         elif url is None:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trainers.config_base import SECTIONS, StrictModel
 from trainers.config_peft import ADAPTER_RANKS, AdapterServing, PeftConfig
+from trainers.roster import plain_url
 from trainers.training_arguments import config_refusal
 
 __all__ = [
@@ -309,7 +310,7 @@ class AsyncTrainerConfig(TrainerConfig):
 
 
 def _plain_urls(given: str | list[str]) -> list[str]:
-    return [url.strip().rstrip("/").removesuffix("/v1") for url in ([given] if isinstance(given, str) else given)]
+    return [plain_url(url) for url in ([given] if isinstance(given, str) else given)]
 
 
 class GRPOConfig(AsyncTrainerConfig):

@@ -37,6 +37,11 @@ class Serving:
     why: str = ""
 
 
+def plain_url(url: str) -> str:
+    """A server's address in the one form in which addresses are compared: no trailing slash, no `/v1`."""
+    return url.strip().rstrip("/").removesuffix("/v1")
+
+
 def write_servers(folder: Path, servers: Sequence[Listed]) -> None:
     """`{"servers": [{"name": …, "url": …}]}`."""
     _write(folder / SERVERS_FILE, {"servers": [asdict(server) for server in servers]})
@@ -117,7 +122,7 @@ def _servers(path: Path) -> list[Listed]:
 def _listed(entry: object) -> Listed:
     if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) and entry[key] for key in ("name", "url")):
         raise ValueError(f'a server is {{"name": "…", "url": "http://…"}}, not {entry!r}')
-    return Listed(entry["name"], entry["url"].strip().rstrip("/").removesuffix("/v1"))
+    return Listed(entry["name"], plain_url(entry["url"]))
 
 
 def _write(path: Path, content: dict[str, object]) -> None:

@@ -77,6 +77,7 @@ def test_refusals_say_what_to_write_instead(fields: dict[str, Any], message: str
 
 def test_one_server_or_several_and_the_devices_of_each() -> None:
     assert grpo(servers={"student": {"url": "http://a/"}}).servers.student.urls == ["http://a"]
+    assert grpo(servers={"student": {"url": "http://a/v1/"}}).servers.student.urls == ["http://a"]
     assert grpo(servers={"student": {"url": ["http://a", "${oc.env:B}"]}}).servers.student.urls == ["http://a", "${oc.env:B}"]
     assert grpo().servers.student.urls == []
     for arguments in (["--data-parallel-size", "3"], ["--x", "--data-parallel-size=3"], ["-dp", "3", "--y"]):

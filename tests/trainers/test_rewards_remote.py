@@ -102,6 +102,14 @@ async def test_vllms_endpoints(api: Any, template: str | None, monkeypatch: pyte
         assert body["messages"] == [*PROMPTS[0], *COMPLETIONS[0]]
 
 
+async def test_a_templates_completion_is_what_the_model_wrote_not_what_its_tools_said() -> None:
+    turns = [{"role": "assistant", "content": "let me see "}, {"role": "tool", "content": "9"}, *COMPLETIONS[0]]
+    async with JudgeServer().run() as server:
+        model = RewardModel(server.url, model="rm", template="{completion}")
+        assert await model(prompts=PROMPTS[:1], completions=[turns]) == [float(len("let me see 4"))]
+        await model.aclose()
+
+
 def test_bodies_are_those_of_the_installed_vllm() -> None:
     classify = pytest.importorskip("vllm.entrypoints.pooling.classify.protocol")
     pooling = pytest.importorskip("vllm.entrypoints.pooling.pooling.protocol")

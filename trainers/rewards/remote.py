@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.errors import ConfigError, ServerError
+from trainers.rewards.text import text_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -34,8 +35,8 @@ class RewardModel:
             last vector; `json`: {"prompts", "completions", "columns"} → {"rewards": [number or null, …]}.
         label: which class or entry is the reward; −1, the last, is the only one of a model with one.
         activation: let the server apply its sigmoid or softmax; default its raw value.
-        template: text to score with `{prompt}` (the last prompt message) and `{completion}`; None: send the messages, which the
-            server renders by its own chat template.
+        template: text to score with `{prompt}` (the last prompt message) and `{completion}` (what the model wrote, all turns);
+            None: send the messages, which the server renders by its own chat template.
         timeout_s: most seconds for one answer, all attempts together.
         max_concurrency: most requests at once.
         key_env: name of the environment variable with the bearer token; None: send none.
@@ -65,13 +66,8 @@ class RewardModel:
         if key_env is not None and not os.environ.get(key_env):
             raise ConfigError(f"RewardModel: the environment variable {key_env} is not set, which key_env names")
         self.__name__ = name
-        self.url, self.model, self.api, self.label, self.activation = (
-            url.rstrip("/") + _PATHS[api],
-            model,
-            api,
-            label,
-            activation,
-        )
+        self.url, self.model, self.api = url.rstrip("/") + _PATHS[api], model, api
+        self.label, self.activation = label, activation
         self.template, self.timeout_s, self.max_concurrency, self.key_env = template, timeout_s, max_concurrency, key_env
         self._open: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore] | None = None
 
@@ -102,9 +98,8 @@ class RewardModel:
         if self.template is None:
             body["messages"] = messages
         else:
-            said = "".join(str(message.get("content") or "") for message in _messages(completion, "assistant"))
             asked = str(_messages(prompt, "user")[-1].get("content") or "")
-            body["input"] = self.template.replace("{prompt}", asked).replace("{completion}", said)
+            body["input"] = self.template.replace("{prompt}", asked).replace("{completion}", text_of(completion))
         answer = await self._post(body)
         if self.api == "vllm-classify":
             return self._read(lambda: float(answer["data"][0]["probs"][self.label]), answer)

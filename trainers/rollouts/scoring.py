@@ -51,8 +51,7 @@ class _Function:
     def __init__(self, function: RewardFunc, name: str, weight: float) -> None:
         self.function, self.name, self.weight = function, name, weight
         self.told = False  # an error's traceback was logged
-        call = function if inspect.isroutine(function) or not callable(function) else function.__call__
-        target = getattr(function, "func", call)  # functools.partial
+        target = getattr(function, "func", function)  # functools.partial
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
         parameters = inspect.signature(function).parameters.values()
         self.calls: dict[int, tuple[float, int]] = {}  # number of a running call → monotonic start, completions
