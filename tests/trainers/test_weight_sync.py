@@ -19,11 +19,14 @@ from tests.support.tiny_model import build_model, build_tokenizer
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.model import probe_logprobs
 from trainers.server import ServerClient
+from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.layout import make_layout
+from trainers.weight_sync.members import Member
 from trainers.weight_sync.probe import probe_tokens
 from trainers.weight_sync.shared_storage import PREFIX, SharedStorage, sweep
 from trainers.weight_sync.staging import Staging
 from trainers.weight_sync.sync import ServerSync
+from trainers.weight_sync.update import Seconds
 
 CYCLE = ["pause", "start", "update", "finish", "resume"]
 
@@ -205,6 +208,22 @@ def test_blocks_that_are_never_trained_are_sent_once_and_again_to_a_newcomer(tmp
     plane.fail = {}
     sync.members.inside[0].facts = None  # as if it had left
     assert sync.push(policy, 3)["perf/weight_sync_bytes"] == everything
+
+
+class Receiver(FakeControlPlane):
+    def update(self, update_info: dict) -> None:
+        self._call("update")
+
+
+def test_a_server_that_refuses_the_layout_of_a_broadcast_fails_alone():
+    policy = tiny_policy()
+    staging = Staging(torch.device("cpu"))
+    staging.fill(policy, make_layout(policy.model, torch.float32, everything=True), torch.float32, keep=True)
+    planes = [Receiver(url="http://127.0.0.1:1"), Receiver(url="http://127.0.0.1:2", fail={"layout": ["it does not fit"]})]
+    good, bad = [Member(plane, facts=plane.facts()) for plane in planes]
+    results = Broadcast(torch.device("cpu"), "gloo", 20.0).send([good, bad], staging, 1)
+    assert isinstance(results[good], Seconds) and planes[0].version == "1"
+    assert isinstance(results[bad], ServerError) and "it does not fit" in str(results[bad])
 
 
 def test_a_part_of_a_block_is_never_sent_alone(tmp_path):
