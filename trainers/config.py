@@ -318,7 +318,8 @@ class GRPOConfig(AsyncTrainerConfig):
 
     type: Literal["grpo"] = Field("grpo", description="Algorithm.")
     reward_funcs: list[CallableSpec] = Field(
-        default_factory=list, description="Reward functions, by import path; at least one."
+        default_factory=list,
+        description="Reward functions, by import path; at least one, unless an environment or `loop_cls` gives the rewards.",
     )
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function. None: all 1.")
     num_generations: int = Field(8, ge=2, description="Rollouts per prompt (the group). Default 8.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from tests.support.pools import until
 from tests.support.rollout_runs import by_rank, running
 from tests.support.stub_server import StubServer
 from trainers.adapters import adapter_name
@@ -47,12 +48,6 @@ class AdapterStub(StubServer):
         if body and body["model"] != "policy" and body["model"] not in self.adapters:
             return web.json_response({"error": {"message": f"The model `{body['model']}` does not exist."}}, status=404)
         return await super()._answer(request)
-
-
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def attempt(stub: StubServer, adapter: str | None, version: int) -> Any:
