@@ -1,7 +1,7 @@
 """`POST /loopwright/sync`: a whole weight sync in one call, so that a pause lasts as long as the load and nothing longer.
 
     pause (requests kept, prefixes forgotten) ─▶ one call to the workers ─▶ version ─▶ resume, whatever happened
-    request  {"update_info": {…}, "version": "7"}     answer  {"pause_s", "load_s", "total_s", "workers": [state, …]}
+    request  {"update_info": {…}, "version": "7"}     answer  {"pause_s", "load_s", "workers": [state, …]}
 
 `GET /loopwright/sync` answers {"protocol": 1, "workers": [state, …]}. Both lie behind the key (auth.py).
 The server resumes by itself, so a trainer that dies in mid-sync leaves no paused server behind.
@@ -60,7 +60,6 @@ async def sync(engine: Any, update_info: dict[str, Any], version: str) -> dict[s
     return {
         "pause_s": paused - began,
         "load_s": loaded - paused,
-        "total_s": time.perf_counter() - began,
         "workers": workers,
     }
 
