@@ -196,8 +196,8 @@ def test_one_of_two_servers_goes_away_and_comes_back(
             proxy.come_back()
             time.sleep(2)  # it is looked at every half second
 
-    # Enough prompts that many are left once the first is back, however far generation had gone on without it.
-    with running(tmp_path, vllm_server, proxy, second, prompts=48, max_staleness=1) as process:
+    # A short queue: generation waits for the trainer, so however slow that is, many prompts are left once the first is back.
+    with running(tmp_path, vllm_server, proxy, second, prompts=48, max_staleness=8, queue_maxsize=16) as process:
         outcome = finish(process, tmp_path, train(process, vllm_server, outage))
     nothing_was_lost(outcome, 48)
     assert min(seen[2]) >= 4, "both took part"
