@@ -64,11 +64,39 @@ def load_config(
     """
     cls = RUN_CONFIGS[kind]
     lines: list[str] = []
+    layers = [*_environment(cls, environ, lines), *_file(path, lines), *_command_line(overrides, lines)]
+    return merge_layers(kind, layers, environ, lines)
+
+
+def file_layers(kind: str, path: Path | None, environ: Mapping[str, str] = os.environ) -> list[tuple[str, dict[str, Any]]]:
+    """(source, tree) of what the environment and a file say about a run config, for `merge_layers`; the later wins.
+
+    Raises:
+        ConfigErrors: the file cannot be read, or a variable names no field.
+    """
+    lines: list[str] = []
+    layers = [*_environment(RUN_CONFIGS[kind], environ, lines), *_file(path, lines)]
+    if lines:
+        raise ConfigErrors(lines)
+    return layers
+
+
+def merge_layers(
+    kind: str,
+    layers: Sequence[tuple[str, Mapping[str, Any]]],
+    environ: Mapping[str, str] = os.environ,
+    problems_so_far: Sequence[str] = (),
+) -> LoadedConfig:
+    """The config that `layers` (source, tree of fields) make, a later one winning.
+
+    Raises:
+        ConfigErrors: `problems_so_far` and one line per problem found here.
+    """
+    cls, lines = RUN_CONFIGS[kind], list(problems_so_far)
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    layers = [*_environment(cls, environ, lines), *_file(path, lines), *_command_line(overrides, lines)]
     for source, tree in layers:
-        tree = _flatten_sections(tree)
+        tree = _flatten_sections(dict(tree))
         lines.extend(f"{source}: {reason}" for reason in _refusals(cls, tree))
         _merge(merged, tree, source, origins)
     for name, value in leaves(merged):
@@ -140,7 +168,7 @@ def _command_line(overrides: Sequence[str], lines: list[str]) -> Iterator[tuple[
             lines.append(f"command line: `{override}` is not of the form field=value")
             continue
         try:
-            yield f"command line `{override}`", _nest(name.strip().split("."), parse_yaml(text) if text else "")
+            yield f"command line `{override}`", nest(name.strip().split("."), parse_yaml(text) if text else "")
         except yaml.YAMLError as error:
             lines.append(f"command line: `{override}`: {' '.join(str(error).split())}")
 
@@ -157,12 +185,13 @@ def _environment(cls: type[StrictModel], environ: Mapping[str, str], lines: list
             lines.append(f"environment {variable}: unknown field `{path[0]}`{hint}")
         elif path[0] in cls.model_fields or path[0] in SECTIONS:  # a field of another algorithm is not for this run
             try:
-                yield f"environment {variable}", _nest(path, parse_yaml(environ[variable]))
+                yield f"environment {variable}", nest(path, parse_yaml(environ[variable]))
             except yaml.YAMLError as error:
                 lines.append(f"environment {variable}: {' '.join(str(error).split())}")
 
 
-def _nest(path: list[str], value: Any) -> dict[str, Any]:
+def nest(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """`["a", "b"]`, 1 → `{"a": {"b": 1}}`."""
     for name in reversed(path):
         value = {name: value}
     return value
