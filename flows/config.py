@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from flows.convert import resolve_model
+from flows.form import lay_out
 from infra.home import home
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
 from trainers.references import REFERENCE, is_reference, resolve
@@ -154,7 +155,7 @@ class StorageConfig(StrictModel):
 
     uri: str | None = Field(
         default=None,
-        description="Folder, plain or as file://…; a run's files go to <uri>/<name>. Default <LOOPWRIGHT_HOME>/runs.",
+        description="Folder, plain or as file://…; a run's files go to `<uri>/<name>`. Default `<LOOPWRIGHT_HOME>/runs`.",
     )
 
     @field_validator("uri")
@@ -178,7 +179,7 @@ class TrackingConfig(StrictModel):
 
     uri: str | None = Field(
         default=None,
-        description="MLflow tracking URI. Default: the store in <LOOPWRIGHT_HOME>/mlflow, which `loopwright up` serves.",
+        description="MLflow tracking URI. Default: the store in `<LOOPWRIGHT_HOME>/mlflow`, which `loopwright up` serves.",
     )
     experiment: str = Field(default="loopwright", min_length=1, description="MLflow experiment. Default loopwright.")
 
@@ -218,6 +219,8 @@ class LimitsConfig(StrictModel):
 
 class RunSettings(StrictModel):
     """What every run config has around the trainer's fields."""
+
+    model_config = ConfigDict(json_schema_extra=lay_out)
 
     name: str | None = Field(
         default=None, description="Name of the run, unique in the registry; the same name again resumes. Default: made up."

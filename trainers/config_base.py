@@ -24,10 +24,18 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-class StrictModel(BaseModel):
-    """Refuses unknown fields and names the nearest known one."""
+def number_fields(schema: dict[str, Any]) -> None:
+    """`json_schema_extra`: each field's place in the run form, which shows a group in the order of `position`."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields and names the nearest known one. In the run form a field is called what it is called in a file."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, json_schema_extra=number_fields, field_title_generator=lambda name, _: name
+    )
 
     @model_validator(mode="before")
     @classmethod
