@@ -3,9 +3,11 @@
     runs ─┬─ attempts       one row per start of the trainer
           ├─ checkpoints    whole checkpoints, by step
           ├─ servers        vLLM servers started for the run (or for nobody: `loopwright serve`)
-          └─ leases         who may use which port or GPU, on which host, until when
+          ├─ leases         who may use which port or GPU, on which host, until when
+          └─ …              lineage, sweeps and costs: `infra.registry_records`
 
-Rows returned by `Registry` are detached: plain data that stays readable after the session is closed.
+Rows returned by `Registry` are detached: plain data that stays readable after the session is closed. A change here needs a
+migration (`infra/migrations`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import JSON, ForeignKey, Text, UniqueConstraint
+from sqlalchemy import JSON, Double, ForeignKey, Index, Text, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RunStatus = Literal["PENDING", "RUNNING", "FINISHED", "FAILED", "KILLED"]
@@ -48,7 +50,12 @@ def new_id() -> str:
 
 
 class Base(DeclarativeBase):
-    type_annotation_map = {dict[str, Any]: JSON}  # noqa: RUF012 - SQLAlchemy's own contract for this name
+    type_annotation_map = {dict[str, Any]: JSON, float: Double}  # noqa: RUF012 - SQLAlchemy's own contract for this name
+
+
+def json_column() -> Any:
+    """A dictionary that rows from before the column have empty."""
+    return mapped_column(default=dict, server_default=text("'{}'"))
 
 
 class OwnedMixin:
@@ -69,6 +76,13 @@ class RunRow(OwnedMixin, Base):
     """One experiment for its whole life, however often it is resumed."""
 
     __tablename__ = "runs"
+    __table_args__ = (
+        Index("ix_runs_created_at", "created_at"),
+        Index("ix_runs_status", "status", "created_at"),
+        Index("ix_runs_flow", "flow", "created_at"),
+        Index("ix_runs_parent_run_id", "parent_run_id"),
+        Index("ix_runs_prefect_flow_run_id", "prefect_flow_run_id"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     name: Mapped[str] = mapped_column(unique=True)
@@ -85,6 +99,9 @@ class RunRow(OwnedMixin, Base):
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
     created_at: Mapped[float] = mapped_column(default=time.time)
     updated_at: Mapped[float] = mapped_column(default=time.time, onupdate=time.time)
+    config_hash: Mapped[str | None]  # equal for runs that compute the same; None: from before the column
+    tags: Mapped[dict[str, Any]] = json_column()
+    parent_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id", ondelete="SET NULL"))  # of a trial or a stage
 
 
 class AttemptRow(Base):
@@ -101,6 +118,8 @@ class AttemptRow(Base):
     resume_step: Mapped[int | None]  # checkpoint it went on from; None: from the start, or not known yet
     started_at: Mapped[float] = mapped_column(default=time.time)
     ended_at: Mapped[float | None]
+    host: Mapped[str | None]
+    prefect_flow_run_id: Mapped[str | None]
 
 
 class LeaseRow(OwnedMixin, Base):
@@ -124,6 +143,7 @@ class ServerRow(Base):
     """A vLLM server that was started."""
 
     __tablename__ = "servers"
+    __table_args__ = (Index("ix_servers_run_id", "run_id"),)
 
     id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
@@ -149,3 +169,6 @@ class CheckpointRow(Base):
     path: Mapped[str]
     details: Mapped[dict[str, Any]] = mapped_column(default=dict)
     created_at: Mapped[float] = mapped_column(default=time.time)
+    uri: Mapped[str | None]  # where it lies in shared storage; None: in the local folder only
+    pinned: Mapped[bool] = mapped_column(default=False, server_default=false())  # a copy of the marker beside the checkpoint
+    metrics: Mapped[dict[str, Any]] = json_column()  # of its step, by catalog name: what "best" is chosen by

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.postgres import postgres_server, postgres_url  # noqa: F401 - fixtures
+
 if TYPE_CHECKING:
     from infra.vllm import VLLMServer
 
 # Before any module of ours is imported: no test may touch the user's own home.
 HOME = Path(tempfile.mkdtemp(prefix="loopwright-test-home-"))
 os.environ["LOOPWRIGHT_HOME"] = str(HOME)
-for variable in ("VLLM_API_KEY", "PREFECT_HOME", "MLFLOW_TRACKING_URI"):
+for variable in ("VLLM_API_KEY", "PREFECT_HOME", "MLFLOW_TRACKING_URI", "LOOPWRIGHT_REGISTRY_URL"):
     os.environ.pop(variable, None)
 
 

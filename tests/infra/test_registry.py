@@ -1,15 +1,11 @@
-"""The registry on SQLite, and on Postgres where its programs and psycopg are installed."""
+"""The registry, on SQLite and on Postgres alike."""
 
 from __future__ import annotations
 
-import getpass
 import math
 import multiprocessing
 import os
-import shutil
 import socket
-import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,53 +20,11 @@ ME = Owner(pid=100, start_time=1.5, host="here")
 OTHER = Owner(pid=200, start_time=2.5, host="here")
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    """URL of an empty database cluster on loopback."""
-    pytest.importorskip("psycopg")
-    programs = (
-        Path(shutil.which("initdb") or next(iter(Path("/usr/lib/postgresql").glob("*/bin/initdb")), "missing")).resolve().parent
-    )
-    if not (programs / "postgres").exists():
-        pytest.skip("no Postgres programs on this machine")
-    # Postgres refuses to run as root.
-    user: dict[str, Any] = {"user": "nobody", "group": "nogroup"} if getpass.getuser() == "root" else {}
-    folder = Path(tempfile.mkdtemp(prefix="loopwright-pg-"))  # not tmp_path: the other user could not enter it
-    if user:
-        shutil.chown(folder, "nobody", "nogroup")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    data = folder / "data"
-    initdb = [programs / "initdb", "-D", data, "-U", "loopwright", "--auth=trust", "--no-sync"]
-    subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **user)
-    arguments = [programs / "postgres", "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1"]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, cwd=folder, **user)
-    try:
-        deadline = time.monotonic() + 60
-        while subprocess.run([programs / "pg_isready", "-h", "127.0.0.1", "-p", str(port)], capture_output=True).returncode:
-            assert time.monotonic() < deadline and server.poll() is None, (folder / "log").read_text()
-            time.sleep(0.2)
-        yield f"postgresql+psycopg://loopwright@127.0.0.1:{port}/postgres"
-    finally:
-        server.terminate()
-        server.wait()
-        shutil.rmtree(folder)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
-        yield str(tmp_path / "new" / "registry.db")
-        return
-    url = request.getfixturevalue("postgres")
-    yield url
-    from infra.registry_models import Base
-
-    registry = Registry(url)
-    Base.metadata.drop_all(registry._engine)
-    registry.close()
+        return str(tmp_path / "new" / "registry.db")
+    return request.getfixturevalue("postgres_url")
 
 
 @pytest.fixture

