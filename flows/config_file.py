@@ -28,7 +28,7 @@ from trainers.references import is_reference, problems
 
 PREFIX = "LOOPWRIGHT_"
 # Variables of Loopwright that are no config fields.
-RESERVED = {"HOME", "LEASE", "ROLLOUT_PROCESS", "WEIGHT_DIRS"}
+RESERVED = {"HOME", "LEASE", "REGISTRY_URL", "ROLLOUT_PROCESS", "WEIGHT_DIRS"}
 
 
 class ConfigErrors(ConfigError):

@@ -26,7 +26,7 @@ from flows.config import RetryConfig, RunConfig
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.process import Supervised
-from infra.registry import Registry, RunRow
+from infra.registry import URL_VARIABLE, Registry, RunRow
 from trainers.errors import FailureClass, LoopwrightError
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,6 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
             "id": run.id,
             "name": run.name,
             "attempt": attempt,
-            "registry_url": job.registry.url,
             "tracking_uri": job.tracking_uri,
             "experiment": job.config.tracking.experiment,
             "mlflow_run_id": run.mlflow_run_id,
@@ -318,7 +317,8 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
 
 
 def environment(job: TrainerJob) -> dict[str, str]:
-    return {**os.environ, **job.environment, **job.servers.environment()}
+    """The registry's address, which may hold a password, is here and in no file."""
+    return {**os.environ, **job.environment, **job.servers.environment(), URL_VARIABLE: job.registry.url}
 
 
 def _time_left(job: TrainerJob) -> float:

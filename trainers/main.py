@@ -1,6 +1,7 @@
 """The trainer's entry for flows: `python -m trainers.main CONFIG.json`, alone or under torchrun.
 
-    CONFIG.json {"config": …, "run": id, name, attempt, registry_url, tracking_uri, experiment, mlflow_run_id, tags}
+    CONFIG.json {"config": …, "run": id, name, attempt, tracking_uri, experiment, mlflow_run_id, tags}
+    LOOPWRIGHT_REGISTRY_URL in the environment
         ─▶ TrainLoop ─▶ rank 0: RunSink ─▶ Tracker (MLflow, own thread)
                                           └─▶ Registry (progress and checkpoints, own thread)
 
@@ -174,7 +175,7 @@ class Reporting:
         from infra.tracking import Tracker
 
         run = self.run
-        self.writer = RegistryWriter(Registry(run["registry_url"]), run["id"])
+        self.writer = RegistryWriter(Registry(), run["id"])
         self.tracker = Tracker(
             config.output_dir,
             run.get("tracking_uri"),
@@ -200,7 +201,7 @@ class Reporting:
             from infra.registry import Registry
 
             run = self.run
-            Registry(run["registry_url"]).end_attempt(run["id"], run["attempt"], "FAILED", failure, cause, text)
+            Registry().end_attempt(run["id"], run["attempt"], "FAILED", failure, cause, text)
         except Exception as trouble:
             logger.warning("the registry could not be told how the run ended: %s", trouble)
         self.close("FAILED", cause, failure)

@@ -25,7 +25,7 @@ import json, os, signal, sys, time
 payload = json.load(open(sys.argv[1]))
 run, config = payload["run"], payload["config"]
 from infra.registry import Registry
-registry = Registry(run["registry_url"])
+registry = Registry()
 def fail(kind, cause):
     registry.end_attempt(run["id"], run["attempt"], "FAILED", kind, cause, "Traceback: here")
     sys.exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.registry import Registry
+from infra.registry import URL_VARIABLE, Registry
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import wait_until
 from trainers import main as module
@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self, folder: Path, name: str, **fields) -> None:
         self.folder, self.name = folder, name
-        self.registry = Registry(folder / "registry.db")
+        self.registry = Registry()
         self.run = self.registry.create_run(name, "train-sft", {})
         rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,6 @@ class Job:
             "id": self.run.id,
             "name": self.name,
             "attempt": number,
-            "registry_url": self.registry.url,
             "tracking_uri": self.tracking_uri,
             "experiment": "tests",
             "mlflow_run_id": self.registry.get_run(self.run.id).mlflow_run_id,
@@ -69,10 +68,12 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("main")
     build_tiny_model(path / "model")
-    return path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(URL_VARIABLE, f"sqlite:///{path / 'registry.db'}")
+        yield path
 
 
 @pytest.fixture(scope="module")
