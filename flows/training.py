@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+from flows import provenance
 from flows.config import RetryConfig, RunConfig
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.process import Supervised
+from infra.redaction import redact
 from infra.registry import URL_VARIABLE, Registry, RunRow
 from trainers.errors import FailureClass, LoopwrightError
 
@@ -213,7 +215,7 @@ def failure_of(error: BaseException) -> FailureClass:
 
 def describe(error: BaseException) -> str:
     """The cause that an exception stands for; of one that nobody foresaw, with its type."""
-    text = str(error).strip()
+    text = redact(str(error)).strip()
     if isinstance(error, InfraError | LoopwrightError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -231,6 +233,7 @@ def _attempt(job: TrainerJob, attempt: int) -> Outcome:
         job.servers.ensure()
     except (InfraError, LoopwrightError) as error:
         return Outcome(failure_of(error), str(error))
+    provenance.record(job.registry, job.run.id, job.config, job.folder, attempt)
     log = job.folder / "logs" / f"trainer-{attempt}.log"
     lease = job.leases.lease_process(f"trainer of {job.run.name}", job.run.id)
     try:

@@ -9,6 +9,7 @@
         trainer_state.json, loop_state.json            transformers' TrainerState; version, totals, clocks
         rollout_state.json, rollout_buffer.npz         the rollout ledger, written by the step source
         loopwright_config.json                         the resolved trainer config
+        provenance.json                                what reproduces the run, if the run's folder has it: code, packages, data
         manifest.json                                  written last: files, sizes, SHA-256, step, config hash
 
 Everything is written into `.tmp-checkpoint-<step>`, flushed to disk and renamed. A reader takes the newest folder whose
@@ -51,6 +52,7 @@ from trainers.model import Policy, compute_dtype, gathered_parameters, save_hf
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 CONFIG = "loopwright_config.json"
+PROVENANCE = "provenance.json"
 PREFIX = "checkpoint-"
 
 
@@ -261,6 +263,8 @@ class Checkpointer:
         state.save_to_json(str(temporary / "trainer_state.json"))
         (temporary / "loop_state.json").write_text(json.dumps(loop_state, indent=1))
         (temporary / CONFIG).write_text(json.dumps(self.stored_config, indent=1))
+        with contextlib.suppress(FileNotFoundError):  # a script without a flow has none
+            shutil.copyfile(self.output_dir / PROVENANCE, temporary / PROVENANCE)
         snapshot(temporary)
         write_manifest(temporary, state.global_step, config_hash(self.stored_config))
         self.last_bytes = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())

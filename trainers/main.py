@@ -123,10 +123,23 @@ class RunSink:
         if info.prompts is not None:
             entry["rows"] = info.prompts
         self.tracker.start(self.params, entry, resume_step)
+        self._note_provenance(info)
         self.is_started = True
         self._first = (resume_step, time.monotonic())
         self.writer.submit(lambda: self.writer.registry.set_resume_step(self.writer.run_id, self.attempt, resume_step))
         self.writer.progress({"step": resume_step, "max_steps": self.config.max_steps})
+
+    def _note_provenance(self, info: SourceInfo) -> None:
+        """The dataset's fingerprint, which the flow could not know; whole now, it goes to MLflow and into checkpoints."""
+        from infra import provenance
+
+        folder = Path(self.config.output_dir)
+        try:
+            provenance.note(folder, self.attempt, fingerprint=info.fingerprint, rows=info.prompts)
+        except OSError as error:
+            logger.warning("the dataset's fingerprint is not noted in %s: %s", folder / provenance.FILE, error)
+        if (file := provenance.attempt_file(folder, self.attempt)).is_file():
+            self.tracker.log_artifact_dir(file, "provenance")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.tracker.log(step, metrics)
@@ -193,10 +206,12 @@ class Reporting:
 
     def failed(self, error: BaseException) -> None:
         """Close the attempt; the first rank to do so wins, and what rank 0 told the others is left to rank 0."""
+        from infra.redaction import redact
+
         failure, cause = describe(error)
         if not self.is_main and cause.startswith("rank 0: "):
             return
-        text = "".join(traceback.format_exception(error))
+        cause, text = redact(cause), redact("".join(traceback.format_exception(error)))
         try:
             from infra.registry import Registry
 
@@ -259,12 +274,15 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpcore"):
         logging.getLogger(noisy).setLevel("WARNING")
+    from infra.redaction import protect_references, redact, redact_logs
+
     payload = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    protect_references(payload["config"])
+    redact_logs()
     try:
         return train(payload)
     except Exception as error:
-        traceback.print_exc()
-        print(f"trainer failed: {describe(error)[1]}", file=sys.stderr)
+        print(redact(f"{traceback.format_exc()}trainer failed: {describe(error)[1]}"), file=sys.stderr)
         return 1
 
 
