@@ -17,6 +17,7 @@ from flows import artifacts
 from flows.config import RunConfig, trainer_fields
 from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
 from infra.leases import GpuLease, LeaseManager, visible_gpus
+from infra.redaction import redact
 from infra.registry import Registry, RunRow
 from infra.tracking import default_uri, end_run
 from trainers.references import resolve
@@ -103,7 +104,7 @@ class Experiment:
         """FAILED, with its cause, in registry and MLflow; the cause."""
         cause = describe(error)
         failure = error.failure if isinstance(error, RunFailed) else failure_of(error)
-        trace = error.traceback if isinstance(error, RunFailed) else traceback.format_exc()
+        trace = error.traceback if isinstance(error, RunFailed) else redact(traceback.format_exc())
         self.registry.update_run(self.run.id, status="FAILED", failure_class=failure, cause=cause, traceback=trace)
         self._end_mlflow("FAILED", cause, failure)
         return cause

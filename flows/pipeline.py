@@ -27,6 +27,7 @@ from flows.runs import named, open_run
 from flows.students import Students
 from flows.training import RunFailed, train_to_the_end
 from flows.training import serve as start_servers
+from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
 from infra.tracking import register_model
 from trainers.errors import ConfigError
@@ -88,6 +89,8 @@ def release(experiment: Experiment) -> None:
 
 def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
     """The body of a training flow: its result, or a Failed state whose message begins with the cause."""
+    protect_references(config.model_dump(mode="json"))
+    redact_logs()
     registry = Registry()
     print(reap_all(registry))
     flow_run_id = str(flow_run.id)

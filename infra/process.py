@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import supervisor
+from infra.redaction import redact
 from infra.supervisor import MARK, alive, process_start_time
 
 __all__ = ["Supervised", "alive", "current_owner", "kill_marked", "marked", "process_start_time"]
@@ -150,10 +151,10 @@ class Supervised:
         return _describe(code) + (f" ({self.reason})" if self.reason else "")
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines this start has logged, at most 64 KiB."""
+        """The last lines this start has logged, at most 64 KiB, without secrets: a tail ends in causes and on pages."""
         with self.log_path.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 65536, self.log_start))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return redact("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
 
 def _describe(code: int) -> str:
