@@ -10,7 +10,8 @@
         rollout_state.json, rollout_buffer.npz         the rollout ledger, written by the step source
         loopwright_config.json                         the resolved trainer config
         provenance.json                                what reproduces the run, if the run's folder has it: code, packages, data
-        manifest.json                                  written last: files, sizes, SHA-256, step, config hash
+        manifest.json                                  written last: files, sizes, SHA-256, step, config hash, what was measured
+        PINNED                                         made by hand (`loopwright checkpoints pin`): retention leaves it alone
 
 Everything is written into `.tmp-checkpoint-<step>`, flushed to disk and renamed. A reader takes the newest folder whose
 manifest holds; a save that fails leaves the older checkpoints as they were.
@@ -22,11 +23,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +51,14 @@ from trainers.config import TrainerConfig
 from trainers.distributed import Ranks
 from trainers.errors import CheckpointError
 from trainers.model import Policy, compute_dtype, gathered_parameters, save_hf
+from trainers.retention import Retention
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 CONFIG = "loopwright_config.json"
 PROVENANCE = "provenance.json"
 PREFIX = "checkpoint-"
+PINNED = "PINNED"
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -74,13 +79,18 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_manifest(directory: Path, step: int, digest: str) -> None:
-    """Flush every file of `directory` to disk, then write its manifest."""
+def write_manifest(directory: Path, step: int, digest: str, metrics: Mapping[str, float] | None = None) -> None:
+    """Flush every file of `directory` to disk, then write its manifest.
+
+    Args:
+        metrics: what was measured of this step; retention and whoever chooses a checkpoint go by it.
+    """
     files = {}
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         _fsync(path)
         files[str(path.relative_to(directory))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    manifest = {"format": 1, "step": step, "config_sha256": digest, "files": files}
+    measured = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
+    manifest = {"format": 1, "step": step, "config_sha256": digest, "metrics": measured, "files": files}
     path = directory / MANIFEST
     path.write_text(json.dumps(manifest, indent=1))
     _fsync(path)
@@ -111,6 +121,21 @@ def fault(directory: Path) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint as `Retention` looks at it."""
+
+    pinned: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> Found:
+        metrics: dict[str, float] = {}
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            metrics = json.loads((directory / MANIFEST).read_text()).get("metrics", {})
+        return cls((directory / PINNED).exists(), metrics)
+
+
 def checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
     """(step, folder) of everything named like a checkpoint, oldest first, whole or not."""
     found = []
@@ -118,6 +143,13 @@ def checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
         with contextlib.suppress(ValueError):
             found.append((int(path.name[len(PREFIX) :]), path))
     return sorted(found)
+
+
+def remove(directory: Path) -> None:
+    """Delete a checkpoint, its manifest first: what a kill leaves of it does not look whole."""
+    with contextlib.suppress(OSError):
+        (directory / MANIFEST).unlink()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def latest_whole(output_dir: str | Path) -> Path | None:
@@ -168,6 +200,9 @@ class Checkpointer:
         self.tokenizer = tokenizer
         self.stored_config = stored_config or config.model_dump(mode="json")
         self.output_dir = Path(config.output_dir)
+        self.retention = Retention(config.save_total_limit)
+        # Called on rank 0 with the step just written; storage of another kind puts its own in its place.
+        self.retain: Callable[[int], None] = self._retain
         self.last_bytes = 0
 
     def _resume_state(self) -> dict[str, Any]:
@@ -197,12 +232,19 @@ class Checkpointer:
         if free < needed:
             raise CheckpointError(f"{self.output_dir} has {free:,} bytes free, a checkpoint needs about {needed:,}")
 
-    def save(self, state: TrainerState, loop_state: dict[str, Any], snapshot: Callable[[Path], Any]) -> Path | None:
+    def save(
+        self,
+        state: TrainerState,
+        loop_state: dict[str, Any],
+        snapshot: Callable[[Path], Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path | None:
         """Write the checkpoint of `state.global_step`; None, after a loud warning, if that failed on any rank.
 
         Args:
             loop_state: JSON of what the loop keeps (version, totals, clocks).
             snapshot: called on rank 0 with the unfinished folder, writes the rollout state into it.
+            metrics: what was measured of this step, for the manifest.
         """
         step = state.global_step
         final = self.output_dir / f"{PREFIX}{step}"
@@ -211,7 +253,7 @@ class Checkpointer:
             self.ranks.rank_zero(lambda: self._begin(temporary))
             self._guarded(lambda: self._write_shared(temporary))
             self.export(temporary)
-            self.ranks.rank_zero(lambda: self._finish(temporary, final, state, loop_state, snapshot))
+            self.ranks.rank_zero(lambda: self._finish(temporary, final, state, loop_state, snapshot, metrics))
         except Exception as error:
             logger.warning("SAVING STEP %d FAILED, the last good checkpoint stays: %s: %s", step, type(error).__name__, error)
             if self.ranks.is_main:
@@ -256,7 +298,9 @@ class Checkpointer:
             whole |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
         self.ranks.rank_zero(lambda: save_hf(model, whole, directory, dtype))
 
-    def _finish(self, temporary: Path, final: Path, state: TrainerState, loop_state: dict[str, Any], snapshot: Any) -> None:
+    def _finish(
+        self, temporary: Path, final: Path, state: TrainerState, loop_state: dict[str, Any], snapshot: Any, metrics: Any
+    ) -> None:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(temporary)
         torch.save(self.scheduler.state_dict(), temporary / "scheduler.pt")
@@ -266,19 +310,21 @@ class Checkpointer:
         with contextlib.suppress(FileNotFoundError):  # a script without a flow has none
             shutil.copyfile(self.output_dir / PROVENANCE, temporary / PROVENANCE)
         snapshot(temporary)
-        write_manifest(temporary, state.global_step, config_hash(self.stored_config))
+        write_manifest(temporary, state.global_step, config_hash(self.stored_config), metrics)
         self.last_bytes = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        pinned = (final / PINNED).exists()
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
+        if pinned:
+            (final / PINNED).touch()
         _fsync(self.output_dir)
-        self._retain(final)
+        self.retain(state.global_step)
 
-    def _retain(self, newest: Path) -> None:
-        limit = self.config.save_total_limit
-        older = [path for _, path in checkpoints(self.output_dir) if path != newest]
-        for path in older[: len(older) - (limit - 1)] if limit else []:
-            shutil.rmtree(path, ignore_errors=True)
+    def _retain(self, newest: int) -> None:
+        there = dict(checkpoints(self.output_dir))
+        for step in self.retention.removable({step: Found.read(path) for step, path in there.items()}, newest):
+            remove(there[step])
 
     def restore(self, directory: Path) -> tuple[TrainerState, dict[str, Any]]:
         """Load weights, optimizer, schedule and generators from a whole checkpoint; the number of ranks may have changed.

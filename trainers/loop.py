@@ -116,6 +116,7 @@ class TrainLoop:
         self.info: SourceInfo | None = None
         self._rows = RankRows(ranks, source, config.rollout_worker_timeout)
         self._last_values: dict[str, float] = {}
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the newest evaluation
         self._completions: list[dict[str, Any]] = []  # to print, of the newest step that sent any
 
     # One run ---------------------------------------------------------------------------------------------------------
@@ -361,6 +362,7 @@ class TrainLoop:
             metrics = self.evaluate(self.policy, self.version)
             if self.ranks.is_main:
                 self.sink.log(self.callbacks.state.global_step, metrics)
+        self._evaluated = (self.callbacks.state.global_step, metrics)
         self.callbacks.fire("on_evaluate", metrics=metrics)
 
     def _save(self) -> None:
@@ -372,7 +374,8 @@ class TrainLoop:
             "world_size": self.ranks.world_size,
             "info": asdict(self.info),
         }
-        path = self.checkpointer.save(state, loop_state, lambda directory: self.source.snapshot(directory))
+        measured = self._last_values | (self._evaluated[1] if self._evaluated[0] == state.global_step else {})
+        path = self.checkpointer.save(state, loop_state, lambda directory: self.source.snapshot(directory), measured)
         if path is None:
             return
         self.last_saved = (state.global_step, path)

@@ -182,3 +182,25 @@ def test_a_failure_while_tensors_are_written_is_a_failed_save_too(tmp_path, capl
     with pytest.raises(CheckpointError, match="the last step, 3, could not be saved"):
         run(tmp_path, 3)
     assert "rank 0: OSError: [Errno 28] No space left on device" in caplog.text and not list(tmp_path.iterdir())
+
+
+def test_the_best_every_kth_and_pinned_ones_are_kept_too_and_the_manifest_says_what_was_measured(tmp_path):
+    """`run` saves through the loop, which measures; here by what a checkpoint's manifest says."""
+    loop = run(tmp_path, 1, save_steps=1)
+    manifest = json.loads((tmp_path / "checkpoint-1" / "manifest.json").read_text())
+    assert manifest["metrics"]["loss"] == loop.callbacks.state.log_history[0]["loss"]
+    loop.checkpointer.retention = module.Retention(1, best=1, metric="reward", every=4)
+    (tmp_path / "checkpoint-1" / module.PINNED).touch()
+    state = loop.callbacks.state
+    for step, reward in ((2, 0.1), (3, 0.9), (4, 0.2), (5, float("nan")), (6, 0.3)):
+        state.global_step = step
+        loop.checkpointer.save(state, {}, lambda directory: None, {"reward": reward})
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3, 4, 6]
+    assert all(fault(path) is None for _, path in checkpoints(tmp_path))
+
+
+def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    run(tmp_path, 3)
+    monkeypatch.setattr(module.shutil, "rmtree", lambda *args, **kwargs: None)
+    module.remove(tmp_path / "checkpoint-3")
+    assert latest_whole(tmp_path) is None
