@@ -217,6 +217,16 @@ class LimitsConfig(StrictModel):
     )
 
 
+class TrialOf(StrictModel):
+    """The sweep that a run is a trial of."""
+
+    name: str = Field(description="Name of the sweep.")
+    trial: int = Field(ge=0, description="Number of the trial in it.")
+    watch: str = Field(description="Metric whose running mean the registry keeps, by step: the sweep compares trials by it.")
+    average_steps: int = Field(default=1, ge=1, description="Newest values of the metric that are averaged. Default 1.")
+    every_steps: int = Field(default=1, ge=1, description="Steps between two kept values. Default 1.")
+
+
 class RunSettings(StrictModel):
     """What every run config has around the trainer's fields."""
 
@@ -226,6 +236,7 @@ class RunSettings(StrictModel):
         default=None, description="Name of the run, unique in the registry; the same name again resumes. Default: made up."
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run. Default none.")
+    sweep: TrialOf | None = Field(default=None, description="Filled in by `loopwright sweep` for its trials. Default none.")
     trainer: LaunchConfig = Field(default_factory=LaunchConfig, description="Launching the trainer.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Checkpoints.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")

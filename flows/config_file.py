@@ -81,6 +81,19 @@ def file_layers(kind: str, path: Path | None, environ: Mapping[str, str] = os.en
     return layers
 
 
+def override_layers(overrides: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """(source, tree) of each `field=value`, for `merge_layers`.
+
+    Raises:
+        ConfigErrors: one is not of this form.
+    """
+    lines: list[str] = []
+    layers = list(_command_line(overrides, lines))
+    if lines:
+        raise ConfigErrors(lines)
+    return layers
+
+
 def merge_layers(
     kind: str,
     layers: Sequence[tuple[str, Mapping[str, Any]]],
@@ -98,7 +111,7 @@ def merge_layers(
     for source, tree in layers:
         tree = _flatten_sections(dict(tree))
         lines.extend(f"{source}: {reason}" for reason in _refusals(cls, tree))
-        _merge(merged, tree, source, origins)
+        merge_into(merged, tree, source, origins)
     for name, value in leaves(merged):
         if isinstance(value, str):
             lines.extend(f"{_origin(origins, name)}: {name}: {problem}" for problem in problems(value, environ))
@@ -248,16 +261,16 @@ def _index_keys(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(str(key).isdigit() for key in value)
 
 
-def _merge(into: dict[str, Any], tree: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = "") -> None:
+def merge_into(into: dict[str, Any], tree: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = "") -> None:
     """Merge `tree` into `into` in place: mappings key by key, numbered keys into an existing list, anything else replaced."""
     for name, value in tree.items():
         here = f"{prefix}.{name}" if prefix else str(name)
         old = into.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
-            _merge(old, value, source, origins, here)
+            merge_into(old, value, source, origins, here)
         elif isinstance(old, list) and _index_keys(value):
             items: dict[str, Any] = {str(index): item for index, item in enumerate(old)}
-            _merge(items, value, source, origins, here)
+            merge_into(items, value, source, origins, here)
             into[name] = [items[key] for key in sorted(items, key=int)]
         else:
             for stale in [key for key in origins if key == here or key.startswith(f"{here}.")]:

@@ -309,6 +309,7 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
             "experiment": job.config.tracking.experiment,
             "mlflow_run_id": run.mlflow_run_id,
             "tags": job.config.tags,
+            "sweep": job.config.sweep and job.config.sweep.model_dump(),
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)

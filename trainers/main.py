@@ -1,6 +1,6 @@
 """The trainer's entry for flows: `python -m trainers.main CONFIG.json`, alone or under torchrun.
 
-    CONFIG.json {"config": …, "run": id, name, attempt, tracking_uri, experiment, mlflow_run_id, tags}
+    CONFIG.json {"config": …, "run": id, name, attempt, tracking_uri, experiment, mlflow_run_id, tags, sweep}
     LOOPWRIGHT_REGISTRY_URL in the environment
         ─▶ TrainLoop ─▶ rank 0: RunSink ─▶ Tracker (MLflow, own thread)
                                           └─▶ Registry (progress and checkpoints, own thread)
@@ -31,6 +31,7 @@ from trainers.errors import ConfigError, LoopwrightError
 from trainers.metrics import spec_of
 from trainers.references import resolve
 from trainers.step_source import SourceInfo
+from trainers.watched import Watched
 
 logger = logging.getLogger(__name__)
 STOPPED = 143
@@ -110,6 +111,7 @@ class RunSink:
         self.is_started = False
         self._first: tuple[int, float] | None = None
         self._limit = ""
+        self.watched: Watched | None = None  # set for a trial of a sweep
 
     def started(self, info: SourceInfo, resume_step: int) -> None:
         dataset = self.config.dataset
@@ -148,6 +150,8 @@ class RunSink:
         logger.info("step %d  %s  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()), self._limit)
         progress: dict[str, Any] = {"step": step, "max_steps": self.config.max_steps, "bottleneck": self._limit}
         progress |= {name: metrics[name] for name in ("num_tokens", "reward", "loss", "eval/accuracy") if name in metrics}
+        if self.watched is not None:
+            progress |= self.watched.progress(step, metrics)
         if self._first is not None and self.config.max_steps > 0 and step > self._first[0]:
             pace = (time.monotonic() - self._first[1]) / (step - self._first[0])
             progress["eta_s"] = pace * (self.config.max_steps - step)
@@ -202,6 +206,8 @@ class Reporting:
             ),
         )
         self.sink = RunSink(config, self.tracker, self.writer, self.fields, run["attempt"])
+        if sweep := run.get("sweep"):
+            self.sink.watched = Watched(sweep["watch"], sweep["average_steps"], sweep["every_steps"])
         return self.sink
 
     def failed(self, error: BaseException) -> None:
