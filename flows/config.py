@@ -21,6 +21,7 @@ from infra.home import home
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
 from trainers.references import REFERENCE, is_reference, resolve
 from trainers.roster import plain_url
+from trainers.training_arguments import LOGGER_PACKAGES
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
@@ -248,6 +249,16 @@ class RunSettings(StrictModel):
         if name in FILLED_IN:
             return f"`{name}` is filled in by the flow: set {FILLED_IN[name]} instead"
         return super().refusal(name)
+
+    @field_validator("report_to", check_fields=False)
+    @classmethod
+    def _loggers(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name == "mlflow":
+                raise ValueError("every run is recorded in MLflow: leave mlflow out")
+            if name not in LOGGER_PACKAGES:
+                raise ValueError(f"{name!r} is no logger of a run: {' or '.join(LOGGER_PACKAGES)}")
+        return names
 
     @field_validator("name")
     @classmethod

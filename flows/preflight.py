@@ -19,6 +19,7 @@ from trainers.config import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 from trainers.roster import plain_url
+from trainers.training_arguments import missing_logger
 
 
 class RewardTypeError(ConfigErrors, TypeError):
@@ -54,6 +55,7 @@ def preflight(config: RunConfig) -> None:
     if isinstance(config, GRPORunConfig):
         lines.extend(check_conversations(config))
         lines.extend(check_server("servers.student", config))
+    lines.extend(filter(None, map(missing_logger, config.report_to)))
     if lines:
         raise (RewardTypeError if lambdas else ConfigErrors)(lines)
 

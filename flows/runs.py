@@ -18,7 +18,7 @@ from infra.registry import Owner, Registry, RunExists, RunRow
 from trainers.errors import ConfigError
 
 # These rule how a run is attended to, not what it computes: they may change between attempts.
-_ATTENDANCE = ("retry", "limits")
+_ATTENDANCE = ("retry", "limits", "report_to")
 
 
 class RunRefused(ConfigError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from functools import cached_property, partial
 from typing import Any, get_args, get_origin
 
@@ -85,6 +86,10 @@ class ArgumentsBase(TrainingArguments):
             lines = [f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
             raise ConfigError("\n".join(lines)) from None
 
+    def to_dict(self) -> dict[str, Any]:
+        """As loggers show it: keyword arguments whose names say that they are secrets are hidden, like transformers' own."""
+        return _hidden(super().to_dict())
+
     def _refuse(self) -> None:
         """Raises `ConfigError` for a refused field that is not at its default, with the reason and what to write instead."""
         derived = self._from_eval()
@@ -122,6 +127,20 @@ class ArgumentsBase(TrainingArguments):
     @property
     def local_process_index(self) -> int:
         return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: "<hidden>" if _hides(name, item) else _hidden(item) for name, item in value.items()}
+    return value
+
+
+def _hides(name: Any, value: Any) -> bool:
+    return (
+        isinstance(value, str)
+        and bool(re.search(r"(^|_)(token|key|password|secret)$", str(name)))
+        and not value.startswith("<")
+    )
 
 
 def arguments_from(config: type[TrainerConfig], name: str, module: str) -> Any:

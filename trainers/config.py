@@ -154,6 +154,11 @@ class TrainerConfig(StrictModel):
     # Bookkeeping
     logging_steps: int = Field(1, ge=1, description="Log every this many steps. Default 1.")
     logging_first_step: bool = Field(False, description="Log the first step too where logging_steps is above 1. Default false.")
+    report_to: list[str] = Field(
+        default_factory=list,
+        description="Loggers beside Loopwright's own metrics: tensorboard, wandb; a script may name any that transformers has. "
+        "Default none.",
+    )
     save_steps: int = Field(50, ge=1, description="Checkpoint every this many steps, and at the end. Default 50.")
     save_total_limit: int | None = Field(3, ge=1, description="Keep this many newest checkpoints. None: all. Default 3.")
     seed: int = Field(42, ge=0, description="Seed of shuffling, sampling and initialisation. Default 42.")
@@ -167,6 +172,13 @@ class TrainerConfig(StrictModel):
     queue_max_bytes: int = Field(
         2**31, ge=1, description="Most bytes of samples waiting for the trainer; at it, no new prompt starts. Default 2 GiB."
     )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _list_of_loggers(cls, value: Any) -> Any:
+        """As transformers reads it: one name, or `none`."""
+        names = [value] if isinstance(value, str) else value
+        return [] if names in (None, ["none"]) else names
 
     @model_validator(mode="after")
     def _base_is_not_quantised(self) -> TrainerConfig:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +30,7 @@ from trainers.config import GRPOConfig
 from trainers.data import as_data, load_tokenizer
 from trainers.distributed import shutdown_distributed
 from trainers.errors import CheckpointError, ConfigError
+from trainers.loggers import reporting_callbacks
 from trainers.loop import TrainLoop
 from trainers.rewards import reward_name
 from trainers.rollouts.loop import AsyncRolloutLoop
@@ -214,7 +214,10 @@ class AsyncGRPOTrainer:
                 tokenizer=self.processing_class,
                 payload=payload,
                 args=self.args,
-                callbacks=[*self.callbacks, *get_reporting_integration_callbacks(self.args.report_to)],
+                callbacks=[
+                    *self.callbacks,
+                    *reporting_callbacks(self.args.report_to, project=self.args.project, run_name=self.args.run_name),
+                ],
                 optimizers=self.optimizers,
                 stop_requested=stop_requested,
             )

@@ -236,6 +236,16 @@ class Reporting:
         self.writer.close()
 
 
+def loggers_of(config: TrainerConfig, fields: dict[str, Any], run: dict[str, Any]) -> Sequence[Any]:
+    """Callbacks of `report_to`: one TensorBoard folder and one W&B run for the run's whole life."""
+    from infra.tracking_params import without_secrets
+    from trainers.loggers import reporting_callbacks
+
+    shown = without_secrets(fields)
+    project = run.get("experiment") or "loopwright"
+    return reporting_callbacks(config.report_to, project=project, run_name=run["name"], run_id=run["id"], config=shown)
+
+
 def train(payload: dict[str, Any]) -> int:
     """Run one attempt; returns the exit code."""
     import torch.distributed as dist
@@ -256,7 +266,14 @@ def train(payload: dict[str, Any]) -> int:
             resume = ranks.rank_zero(lambda: latest_whole(config.output_dir))
             model = load_model(config, str(resume) if resume else None)
             loop = session.build_loop(
-                config, ranks, model=model, sink=sink, stored_config=fields, stop_requested=stop, managed_servers=True
+                config,
+                ranks,
+                model=model,
+                sink=sink,
+                callbacks=loggers_of(config, fields, run),
+                stored_config=fields,
+                stop_requested=stop,
+                managed_servers=True,
             )
             result = loop.run(resume)
         except BaseException as error:

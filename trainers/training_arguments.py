@@ -1,4 +1,4 @@
-"""What Loopwright makes of every field of `transformers.TrainingArguments` (5.16 to 5.19). Data only: it imports nothing.
+"""What Loopwright makes of every field of `transformers.TrainingArguments` (5.16 to 5.19). Data, without transformers or torch.
 
 Each name is in exactly one of two tables. `SUPPORTED` names work: as a field of the same name in `trainers.config`, or, for
 those in `PYTHON_ONLY`, as an argument of `AsyncGRPOConfig` that the public class acts on. A name in `REFUSED` may be left at
@@ -7,6 +7,8 @@ tables, and a test compares them with the installed transformers.
 """
 
 from __future__ import annotations
+
+import importlib.util
 
 SUPPORTED: dict[str, str] = {
     "output_dir": "Checkpoints and logs go here. In a run config the flow fills it in from `storage.uri` and `name`.",
@@ -34,7 +36,7 @@ SUPPORTED: dict[str, str] = {
     "save_total_limit": "Newest checkpoints kept. Default 3.",
     "seed": "Seeds shuffling (by seed and epoch), sampling and initialisation.",
     "resume_from_checkpoint": "Used by `train()` when that is called without its own `resume_from_checkpoint`.",
-    "report_to": "Adds transformers' reporting callbacks of these names. Default none.",
+    "report_to": "Loggers beside Loopwright's own metrics, by transformers' names; see docs/tracking.md. Default none.",
     "run_name": "Read by the callbacks of `report_to`.",
     "project": "Read by the callbacks of `report_to`.",
     "trackio_space_id": "Read by the callbacks of `report_to`.",
@@ -47,7 +49,6 @@ SUPPORTED: dict[str, str] = {
 # Supported by the Python class, and what a run config has in their place.
 PYTHON_ONLY: dict[str, str] = {
     "resume_from_checkpoint": "a run resumes from its last whole checkpoint by itself, or with `loopwright resume RUN`",
-    "report_to": "runs are recorded in MLflow: set `tracking.uri` and `tracking.experiment`",
     "run_name": "write `name`",
     "project": "write `tracking.experiment`",
     "trackio_space_id": "runs are recorded in MLflow: set `tracking.uri`",
@@ -56,6 +57,9 @@ PYTHON_ONLY: dict[str, str] = {
     "log_level": "set TRANSFORMERS_VERBOSITY in the environment",
     "log_level_replica": "set TRANSFORMERS_VERBOSITY in the environment",
 }
+
+# Loggers a run may have beside MLflow, and the package each needs.
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 _EVAL = (
     "evaluation is greedy generation on the server, not a forward pass over batches; set `eval` (dataset, every, reward_func)"
@@ -172,6 +176,14 @@ def config_refusal(name: str) -> str | None:
     if name in PYTHON_ONLY:
         return f"`{name}` is an argument of the Python class only: {PYTHON_ONLY[name]}"
     return None
+
+
+def missing_logger(name: str) -> str | None:
+    """What is wrong with `report_to` naming this logger, if its package is known and not installed."""
+    package = LOGGER_PACKAGES.get(name)
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return f"report_to: {name} needs the package {package}: pip install {package}, or leave it out"
 
 
 def docs_page() -> str:
