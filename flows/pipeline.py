@@ -25,7 +25,7 @@ from flows.preflight import preflight
 from flows.reaping import reap_all
 from flows.runs import named, open_run
 from flows.students import Students
-from flows.training import RunFailed, train_to_the_end
+from flows.training import RunFailed, stopped_by, train_to_the_end
 from flows.training import serve as start_servers
 from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
@@ -110,7 +110,7 @@ def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
     except Exception as error:
         return Failed(message=experiment.fail(error), data=error)
     except BaseException as error:
-        experiment.kill(f"stopped from outside ({type(error).__name__})")
+        experiment.kill(stopped_by(error))
         raise
     finally:
         try:

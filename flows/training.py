@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 PROGRESS_S = 2.0
 MAX_BACKOFF_S = 300.0
-# The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot.
-STOP_GRACE_S = 30.0
+# The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot. Less than the 30 s after
+# which Prefect kills a flow run that it cancels: the flow still has to say how its run ended.
+STOP_GRACE_S = 20.0
 SERVER_GONE_GRACE_S = 5.0
 # A server's death is known once everything it started is gone; its trainer may feel it sooner.
 SERVER_DEATH_S = 3.0
@@ -156,11 +157,7 @@ def train_to_the_end(job: TrainerJob) -> None:
     policy = Policy(job.config.retry)
     while True:
         attempt = job.registry.start_attempt(job.run.id).number
-        try:
-            outcome = _attempt(job, attempt)
-        except BaseException as error:
-            job.registry.end_attempt(job.run.id, attempt, "KILLED", cause=f"the flow was stopped ({type(error).__name__})")
-            raise
+        outcome = _attempt(job, attempt)
         if outcome.failure is None:
             job.registry.end_attempt(job.run.id, attempt, "FINISHED")
             return
@@ -230,6 +227,35 @@ def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float |
 
 def _attempt(job: TrainerJob, attempt: int) -> Outcome:
     try:
+        return _started(job, attempt)
+    except BaseException as error:
+        _note_end(job, attempt, error)
+        raise
+
+
+def _note_end(job: TrainerJob, attempt: int, error: BaseException) -> None:
+    """The first to close an attempt wins, so this is said before anything is waited for: a flow that does not live to see its
+    trainer end was stopped all the same, and the reaper reads it here."""
+    try:
+        if isinstance(error, Exception):
+            job.registry.end_attempt(job.run.id, attempt, "FAILED", failure_of(error), describe(error))
+        else:
+            job.registry.end_attempt(job.run.id, attempt, "KILLED", cause=stopped_by(error))
+    except Exception as trouble:  # whatever a database's driver raises; what ended the flow must not be lost over it
+        logger.warning("the registry could not be told how attempt %d ended: %s", attempt, trouble)
+
+
+def stopped_by(error: BaseException) -> str:
+    """Who stopped a flow, by the exception that ended it."""
+    if type(error).__name__ == "TerminationSignal":
+        from prefect._internal.control_listener import get_intent
+
+        return "cancelled in Prefect" if get_intent() == "cancel" else "stopped by SIGTERM"
+    return "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"stopped from outside ({type(error).__name__})"
+
+
+def _started(job: TrainerJob, attempt: int) -> Outcome:
+    try:
         job.servers.ensure()
     except (InfraError, LoopwrightError) as error:
         return Outcome(failure_of(error), str(error))
@@ -240,6 +266,9 @@ def _attempt(job: TrainerJob, attempt: int) -> Outcome:
         trainer = Supervised.start(command(job, attempt), env=environment(job), log=log, lease=lease.id, grace_s=STOP_GRACE_S)
         try:
             return _watch(job, attempt, trainer)
+        except BaseException as error:
+            _note_end(job, attempt, error)
+            raise
         finally:
             trainer.stop()
     finally:

@@ -2,7 +2,7 @@
 
 A lease of this machine whose owning process no longer exists, or that was not renewed in time, is reaped: every process that
 carries its mark is killed, then the row is deleted and the resource is free. A run whose owner is gone becomes FAILED with
-that as its cause, unless somebody resumes it at the same moment: then it is theirs.
+that as its cause, or KILLED if its flow was being stopped; unless somebody resumes it at the same moment: then it is theirs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ UNFINISHED = ("PENDING", "RUNNING")
 
 @dataclass
 class ReapReport:
-    """`leases`: "kind resource: why"; `killed`: pids; `runs`: names of runs that became FAILED."""
+    """`leases`: "kind resource: why"; `killed`: pids; `runs`: name → FAILED or KILLED, of runs that were given that status."""
 
     leases: list[str] = field(default_factory=list)
     killed: list[int] = field(default_factory=list)
-    runs: list[str] = field(default_factory=list)
+    runs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not (self.leases or self.runs):
             return "nothing to reap"
-        lines = [f"lease {line}" for line in self.leases] + [f"run {name}: FAILED" for name in self.runs]
+        lines = [f"lease {line}" for line in self.leases] + [f"run {name}: {status}" for name, status in self.runs.items()]
         return "\n".join([*lines, f"{len(self.killed)} processes killed"])
 
 
@@ -50,7 +50,7 @@ def reap(registry: Registry) -> ReapReport:
         _free(registry, lease, why, report)
     for run in registry.list_runs():
         if run.status in UNFINISHED and run.owner is not None and not owner_alive(run.owner):
-            _fail_run(registry, run.id, run.owner, report)
+            _end_run(registry, run.id, run.owner, report)
     return report
 
 
@@ -82,17 +82,21 @@ def _free(registry: Registry, lease: LeaseRow, why: str, report: ReapReport) -> 
         report.leases.append(f"{lease.kind} {lease.resource}: {why}")
 
 
-def _fail_run(registry: Registry, run_id: str, dead: Owner, report: ReapReport) -> None:
+def _end_run(registry: Registry, run_id: str, dead: Owner, report: ReapReport) -> None:
     if not registry.claim_run(run_id, Owner.current(), owner_alive):
         return  # resumed in between
     run = registry.get_run(run_id)
     if run.status not in UNFINISHED:
         registry.update_run(run_id, owner=None)
         return
+    attempts = registry.list_attempts(run_id)
+    status, failure = "FAILED", "infrastructure"
     cause = f"the flow's process {dead.pid} on {dead.host} is gone: killed, or the machine was restarted"
-    for attempt in registry.list_attempts(run_id):
+    if attempts and attempts[-1].status == "KILLED":  # noted first by a flow that is told to stop
+        status, failure, cause = "KILLED", None, attempts[-1].cause
+    for attempt in attempts:
         if attempt.ended_at is None:
-            registry.end_attempt(run_id, attempt.number, "FAILED", "infrastructure", cause)
+            registry.end_attempt(run_id, attempt.number, "FAILED", failure, cause)
     # The dead owner stays in the row: it tells a run that was lost from one that its flow has given up itself.
-    registry.update_run(run_id, status="FAILED", failure_class="infrastructure", cause=cause, owner=dead)
-    report.runs.append(run.name)
+    registry.update_run(run_id, status=status, failure_class=failure, cause=cause, owner=dead)
+    report.runs[run.name] = status

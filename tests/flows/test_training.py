@@ -202,7 +202,7 @@ def test_an_interrupted_flow_stops_its_trainer_and_closes_the_attempt(job: Make)
     made.on_progress = interrupt
     with pytest.raises(KeyboardInterrupt):
         train_to_the_end(made)
-    assert attempts(made) == [("KILLED", None, "the flow was stopped (KeyboardInterrupt)")]
+    assert attempts(made) == [("KILLED", None, "stopped by Ctrl-C")]
     assert made.registry.list_leases("process") == []
 
 

@@ -95,7 +95,7 @@ def test_a_run_whose_owner_is_gone_has_failed(registry, dead):
     for name, status, owner in (("ours", "RUNNING", Owner.current()), ("done", "FINISHED", dead), ("unowned", "PENDING", None)):
         registry.update_run(registry.create_run(name, "train-grpo").id, status=status, owner=owner)
 
-    assert reap(registry).runs == ["theirs"]
+    assert reap(registry).runs == {"theirs": "FAILED"}
 
     row = registry.get_run("theirs")
     assert (row.status, row.failure_class, row.owner) == ("FAILED", "infrastructure", dead)
@@ -103,7 +103,7 @@ def test_a_run_whose_owner_is_gone_has_failed(registry, dead):
     attempt = registry.list_attempts(run.id)[0]
     assert (attempt.status, attempt.cause) == ("FAILED", row.cause)
     assert [registry.get_run(name).status for name in ("ours", "done", "unowned")] == ["RUNNING", "FINISHED", "PENDING"]
-    assert reap(registry).runs == []
+    assert reap(registry).runs == {}
 
 
 def test_a_run_that_is_resumed_meanwhile_is_not_failed(registry, dead, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_run_that_is_resumed_meanwhile_is_not_failed(registry, dead, monkeypat
         stale = registry.list_runs()
         registry.update_run(run.id, owner=Owner(resumer.pid, start, dead.host))
         monkeypatch.setattr(registry, "list_runs", lambda: stale)
-        assert reap(registry).runs == []
+        assert reap(registry).runs == {}
     assert registry.get_run("resumed").status == "RUNNING"
     assert registry.get_run("resumed").owner_pid == resumer.pid
 
