@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.reproduce_cli import reproduce
 from flows.servers_cli import servers
 from flows.text_table import print_table as _table
 
@@ -195,6 +196,7 @@ def quickstart(seed: int) -> None:
 
 
 cli.add_command(servers)
+cli.add_command(reproduce)
 
 
 def main() -> None:
