@@ -24,10 +24,18 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
 def number_fields(schema: dict[str, Any]) -> None:
-    """`json_schema_extra`: each field's place in the run form, which shows a group in the order of `position`."""
+    """`json_schema_extra`: what Prefect's run form needs beside what pydantic says.
+
+    It shows a group's fields in the order of `position`, and forgets a field's bounds unless they stand in `allOf` too.
+    """
     for position, field in enumerate(schema.get("properties", {}).values()):
         field["position"] = position
+        if bounds := {name: field[name] for name in BOUNDS if name in field}:
+            field["allOf"] = [bounds]
 
 
 class StrictModel(BaseModel):
