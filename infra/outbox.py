@@ -1,7 +1,7 @@
 """The tracking journal: JSON lines on local disk between the trainer and MLflow, and the rule that decides what may be sent.
 
     Tracker.log ──append──▶ outbox.jsonl ──read──▶ Held ──released──▶ sender (background thread) ──▶ MLflow
-                              state.json: how far it was sent
+                              state.json: how far it was sent ──compact──▶ a shorter outbox.jsonl
 
 Invariants:
 - a record is on disk (in the page cache: it survives SIGKILL of the process, not a power cut) when `append` returns, so what
@@ -9,6 +9,9 @@ Invariants:
 - values of a step are held until that step is committed, because a run resumed from an earlier step trains it again, and
   MLflow can neither overwrite nor delete a value;
 - the offset in `state.json` never passes a record that is held or not sent; what lies behind it may be processed again;
+- offsets count all bytes ever appended; the file's first line says at which of them it begins, so a shorter file takes the old
+  one's place by one rename, and a kill at any moment leaves file and state in agreement;
+- what was sent takes less room than what was not, or less than `COMPACT_BYTES`;
 - one process at a time has an outbox open.
 """
 
@@ -27,7 +30,10 @@ from typing import Any, NamedTuple
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+_HEAD = b'{"kind": "head", "begins_at": '
+HEAD_BYTES = 64
 READ_BYTES = 1 << 20
+COMPACT_BYTES = 1 << 20
 
 
 class OutboxInUse(RuntimeError):
@@ -64,18 +70,23 @@ class Outbox:
         self._mutex = threading.Lock()
         self._state_mutex = threading.Lock()
         self._unsaved: deque[bytes] = deque()  # what did not fit on a full disk
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size = os.fstat(self._file).st_size
+        self._open_file()
         self._open_at()
 
+    def _open_file(self) -> None:
+        """Opens the file and learns which offset each of its bytes has: position + `_shift`."""
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._begin, self._shift = _head(os.pread(self._file, HEAD_BYTES, 0))
+        self._size = os.fstat(self._file).st_size + self._shift
+
     def _open_at(self) -> None:
-        offset = self.state.get("offset", 0)
-        if offset >= self._size:
+        self.state["offset"] = max(self.state.get("offset", 0), self._begin)
+        if self.offset >= self._size:
             # All of it was sent: start over. Killed between these two lines, the offset lies behind the end: the same branch.
             os.ftruncate(self._file, 0)
-            self.save_state(offset=0)
-            self._size = 0
-        elif os.pread(self._file, 1, self._size - 1) != b"\n":
+            self.save_state(offset=0, drained=0)
+            self._size = self._begin = self._shift = 0
+        elif os.pread(self._file, 1, self._size - self._shift - 1) != b"\n":
             self._size += os.write(self._file, b"\n")  # the last writer was killed within a line; `read` skips it
 
     @property
@@ -86,6 +97,31 @@ class Outbox:
     def size(self) -> int:
         """Bytes written; `offset < size`: something is held or waits to be sent."""
         return self._size
+
+    def compact(self) -> None:
+        """Drop what was sent, if that is worth it. Appending waits only for what came while the rest was copied."""
+        start = self.offset
+        if start - self._begin < max(COMPACT_BYTES, self._size - start):
+            return
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        try:
+            with open(temporary, "wb", opener=_private) as file:
+                file.write(_HEAD + b"%d}\n" % start)
+                copied = self._copy(file, start, self._size)
+                with self._mutex:
+                    self._copy(file, copied, self._size)
+                    file.flush()
+                    os.replace(temporary, self.path)
+                    os.close(self._file)
+                    self._open_file()
+        except OSError as error:  # no room for the copy: the long file serves as well
+            log.info("tracking: %s is not made shorter: %s", self.path, error)
+            temporary.unlink(missing_ok=True)
+
+    def _copy(self, file: Any, start: int, end: int) -> int:
+        while start < end and (data := os.pread(self._file, min(READ_BYTES, end - start), start - self._shift)):
+            start += file.write(data)
+        return start
 
     def append(self, record: Record) -> None:
         """Write one record. A full disk is warned of and the record kept in memory: tracking never stops training."""
@@ -110,15 +146,16 @@ class Outbox:
                 written += os.write(self._file, line[written:])
         except OSError:
             if written:
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self._size - self._shift)
             raise
         self._size += written
 
     def read(self, offset: int) -> list[tuple[Record, int]]:
         """Records from `offset` on (at most about a MiB of them), each with the offset behind it."""
-        data = os.pread(self._file, min(READ_BYTES, max(self._size - offset, 0)), offset)
+        data = os.pread(self._file, min(READ_BYTES, max(self._size - offset, 0)), offset - self._shift)
         while b"\n" not in data and offset + len(data) < self._size:
-            data += os.pread(self._file, min(READ_BYTES, self._size - offset - len(data)), offset + len(data))
+            position = offset + len(data) - self._shift
+            data += os.pread(self._file, min(READ_BYTES, self._size - offset - len(data)), position)
         records: list[tuple[Record, int]] = []
         end = offset
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
@@ -222,6 +259,30 @@ class Held:
         self._rollouts.clear()
         self._traces.clear()
         self._since = None
+
+
+def leftover(directory: Path) -> bool:
+    """Whether an outbox has records that its last sender did not get to. What is held for a resume does not count."""
+    try:
+        drained = json.loads((directory / "state.json").read_text()).get("drained", 0)
+        with (directory / "outbox.jsonl").open("rb") as file:
+            _, shift = _head(file.read(HEAD_BYTES))
+            return drained < os.fstat(file.fileno()).st_size + shift
+    except (OSError, ValueError):
+        return False
+
+
+def _head(start_of_file: bytes) -> tuple[int, int]:
+    """The offset that the file begins at, and offset − position."""
+    first = start_of_file.partition(b"\n")[0]
+    if not first.startswith(_HEAD):
+        return 0, 0
+    begin = int(json.loads(first)["begins_at"])
+    return begin, begin - len(first) - 1
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -47,6 +47,9 @@ RESUME_FILES = (
     "manifest.json",
 )
 
+# What an outage may leave on the disk before rollouts are no longer written down; metrics always are.
+UNSENT_BYTES = 1 << 30
+
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -105,6 +108,7 @@ class Tracker:
         self._system_metrics_s = system_metrics_s
         self._sampler: SystemSampler | None = None
         self._closed = False
+        self._rows_left_out = False
         self._sender = Sender(self._outbox, backend, on_run_id)
 
     @property
@@ -160,6 +164,11 @@ class Tracker:
         """Rows for the rollouts table (an even choice if there are many), long texts cut; held like metrics. A row's `trace`,
         if it has one (`infra.rollout_traces`), becomes an MLflow trace."""
         rows = evenly(rows)
+        if rows and self._outbox.size - self._outbox.offset > UNSENT_BYTES:
+            if not self._rows_left_out:
+                log.warning("tracking: more than %d MiB wait for MLflow; rollouts to look at are left out", UNSENT_BYTES >> 20)
+            self._rows_left_out = True
+            return
         if rows:
             self._append(kind="rollouts", step=int(step), rows=bounded_rows(rows))
         for row in rows:

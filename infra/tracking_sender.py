@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 BATCH = 500  # metrics per request; the API takes 1000 entities
 MAX_BACKOFF_S = 30.0
+STOPPING_RETRY_S = 0.5
 TRACE_TRIES = 3
+REJECTED_BYTES = 16 << 20  # a server that refuses every trace must not fill the disk
 
 
 class Sender:
@@ -76,6 +78,7 @@ class Sender:
                 self._drain()
                 failures, self.last_error = 0, None
                 if stopping:
+                    self._outbox.save_state(drained=self._read_to)
                     self.drained = True
                     return
                 self._wake.wait()
@@ -97,7 +100,7 @@ class Sender:
             self._wake.wait(left)
             self._wake.clear()
         if self._stopping:
-            time.sleep(min(0.5, self._give_up_after_s))
+            time.sleep(min(STOPPING_RETRY_S, self._give_up_after_s))
 
     def _drain(self) -> None:
         backend = self._connected()
@@ -111,6 +114,7 @@ class Sender:
             needed_from = self._held.needed_from(self._read_to)
             if needed_from != self._outbox.offset:
                 self._outbox.save_state(offset=needed_from)
+                self._outbox.compact()
             records = self._outbox.read(self._read_to)
             if not records:
                 return
@@ -257,7 +261,8 @@ class Sender:
         path = self._outbox.directory / "rejected.jsonl"
         log.warning("tracking: MLflow does not take this, kept in %s: %s", path, error)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"error": str(error), "record": record}, default=str) + "\n")
+            if file.tell() < REJECTED_BYTES:
+                file.write(json.dumps({"error": str(error), "record": record}, default=str) + "\n")
 
 
 def _span(steps: list[int]) -> str:

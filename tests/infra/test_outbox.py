@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.outbox import Held, Outbox, OutboxInUse, Point
+from infra.outbox import Held, Outbox, OutboxInUse, Point, leftover
 
 
 def metrics(step: int, **values: float) -> dict[str, Any]:
@@ -250,6 +251,94 @@ def test_the_state_is_replaced_whole(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     outbox.save_state(run_id="a")
     outbox.save_state(uri="b")
-    assert json.loads((tmp_path / "state.json").read_text()) == {"offset": 0, "run_id": "a", "uri": "b"}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"offset": 0, "drained": 0, "run_id": "a", "uri": "b"}
     assert not (tmp_path / "state.json.tmp").exists()
+    outbox.close()
+
+
+def steps_of(outbox: Outbox, offset: int) -> list[int]:
+    """Of all records from `offset` on."""
+    found: list[int] = []
+    while records := outbox.read(offset):
+        found += [record["step"] for record, _ in records]
+        offset = records[-1][1]
+    return found
+
+
+def test_what_was_sent_is_dropped_in_mid_run_and_offsets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.outbox.COMPACT_BYTES", 2000)
+    outbox = Outbox(tmp_path)
+    sent = largest = 0
+    for step in range(1000):
+        outbox.append(commit(step))
+        if step % 10 == 9:  # all but the newest five are sent
+            sent = outbox.read(sent)[4 if sent == 0 else 9][1]
+            outbox.save_state(offset=sent)
+            outbox.compact()
+        largest = max(largest, outbox.path.stat().st_size)
+    assert largest < 3500 < outbox.size
+    assert steps_of(outbox, outbox.offset) == [995, 996, 997, 998, 999]
+    outbox.close()
+    again = Outbox(tmp_path)  # after a kill, too, the state's offset means the same record
+    again.append(commit(1000))
+    assert (again.offset, steps_of(again, again.offset)) == (sent, [*range(995, 1001)])
+    again.save_state(offset=again.size)
+    monkeypatch.setattr("infra.outbox.COMPACT_BYTES", 1)
+    again.compact()
+    assert again.path.stat().st_size < 64 and steps_of(again, again.offset) == []
+    again.append(commit(1001))
+    assert steps_of(again, again.offset) == [1001]
+    again.close()
+
+
+def test_killed_while_it_makes_the_file_shorter_the_old_one_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.outbox.COMPACT_BYTES", 100)
+    outbox = Outbox(tmp_path)
+    for step in range(50):
+        outbox.append(commit(step))
+    sent = outbox.read(0)[39][1]
+    outbox.save_state(offset=sent)
+
+    def no_rename(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", no_rename)
+        outbox.compact()
+    assert steps_of(outbox, outbox.offset) == [*range(40, 50)]
+    assert not outbox.path.with_name("outbox.jsonl.tmp").exists()
+    outbox.close()
+    outbox.path.with_name("outbox.jsonl.tmp").write_bytes(b'{"kind": "head", "begins_at": 7')
+    outbox = Outbox(tmp_path)
+    outbox.compact()
+    assert (outbox.offset, steps_of(outbox, sent)) == (sent, [*range(40, 50)])
+    outbox.close()
+
+
+def test_records_appended_meanwhile_are_all_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.outbox.COMPACT_BYTES", 500)
+    outbox = Outbox(tmp_path)
+    writer = threading.Thread(target=lambda: [outbox.append(commit(step)) for step in range(1000)])
+    writer.start()
+    seen: list[int] = []
+    while writer.is_alive() or outbox.offset < outbox.size:
+        for record, end in outbox.read(outbox.offset)[:50]:
+            seen.append(record["step"])
+            outbox.state["offset"] = end
+        outbox.compact()
+    writer.join()
+    assert seen == list(range(1000)) and outbox.path.stat().st_size < 3000
+    outbox.close()
+
+
+def test_leftover_is_what_no_sender_got_to(tmp_path: Path) -> None:
+    assert not leftover(tmp_path / "nothing")
+    outbox = Outbox(tmp_path)
+    assert not leftover(tmp_path)
+    outbox.append(metrics(1, a=1.0))
+    assert leftover(tmp_path)
+    outbox.save_state(drained=outbox.size)  # read, and held for a resume
+    assert not leftover(tmp_path)
+    outbox.append(commit(1))
+    assert leftover(tmp_path)
     outbox.close()

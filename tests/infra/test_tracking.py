@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from infra.outbox import leftover
 from infra.rollout_table import MAX_ROWS_PER_STEP, MAX_TEXT_CHARS, RolloutTable, bounded_rows, evenly
 from infra.tracking import Tracker, end_run, flush_outbox, register_model
 from tests.infra.fake_tracking import FakeMlflow
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -188,36 +194,102 @@ def test_never_reached_in_the_first_attempt_reached_in_the_second(server: FakeMl
     assert server.curve("loss") == [(1, 101.0), (2, 102.0), (3, 203.0), (4, 204.0), (5, 205.0)]
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_any_order_of_kills_and_outages_gives_one_value_per_step_of_the_newest_attempt(
-    server: FakeMlflow, tmp_path: Path, seed: int
-) -> None:
-    dice = random.Random(seed)
+STEPS, SAVE_EVERY = 20, 4
+FATES = st.fixed_dictionaries(
+    {
+        "steps": st.integers(1, 12),
+        "uncommitted": st.booleans(),  # killed between its last checkpoint and the commit
+        "down": st.lists(st.booleans(), min_size=13, max_size=13),  # before the attempt, and after each of its steps
+        "lost_answers": st.lists(st.booleans(), max_size=10),
+        "disk_full": st.sets(st.integers(1, 12), max_size=3),
+        "drains": st.booleans(),  # everything that can be sent is, before the kill
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(attempts=st.lists(FATES, max_size=8))
+def test_any_order_of_kills_and_outages_gives_one_value_per_step_of_the_newest_attempt(attempts: list[dict[str, Any]]) -> None:
+    server = FakeMlflow()
     truth: dict[int, float] = {}
-    checkpoint, attempt = 0, 0
-    while checkpoint < 30:
-        attempt += 1
-        server.down = dice.random() < 0.3
-        server.fail_after = [dice.random() < 0.2 for _ in range(10)]
-        tracker = tracker_of(server, tmp_path)
+    checkpoint = 0
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infra.outbox.COMPACT_BYTES", 400)
+        patch.setattr("infra.tracking_sender.STOPPING_RETRY_S", 0.0)
+        for number, fate in enumerate(attempts, start=1):
+            server.down, server.fail_after = fate["down"][0], list(fate["lost_answers"])
+            tracker = tracker_of(server, Path(folder))
+            tracker.start({"a": 1}, resume_step=checkpoint)
+            for index, step in enumerate(range(checkpoint + 1, min(checkpoint + fate["steps"], STEPS) + 1), start=1):
+                truth[step] = number * 1000.0 + step
+                is_saved = step % SAVE_EVERY == 0  # by a checkpoint that is whole, so there was room
+                with full_disk() if index in fate["disk_full"] and not is_saved else nullcontext():
+                    tracker.log(step, {"loss": truth[step]})
+                if is_saved:
+                    checkpoint = step
+                    if not fate["uncommitted"]:
+                        tracker.commit(step)
+                server.down = fate["down"][index]
+            # As far as the journal goes, the same as a kill: what is on the disk stays, nothing more is sent.
+            tracker.close(None, timeout_s=0.0 if server.down or not fate["drains"] else 20.0)
+        server.down, server.fail_after = False, []
+        tracker = tracker_of(server, Path(folder))
         tracker.start({"a": 1}, resume_step=checkpoint)
-        for step in range(checkpoint + 1, checkpoint + 1 + dice.randint(1, 12)):
-            truth[step] = attempt * 1000.0 + step
+        for step in range(checkpoint + 1, STEPS + 1):
+            truth[step] = step
             tracker.log(step, {"loss": truth[step]})
-            if step % 4 == 0:
-                checkpoint = step
-                if dice.random() < 0.8:  # else killed between the checkpoint and its commit
-                    tracker.commit(step)
-                    server.down = dice.random() < 0.3
-        server.down = server.down or dice.random() < 0.5
-        tracker.close(None, timeout_s=0.0)  # as far as the journal goes, the same as a kill
-    server.down, server.fail_after = False, []
-    assert flush_outbox(tmp_path, backend=server.connect)
+        assert tracker.close("FINISHED")
+        assert sorted(server.curve("loss")) == [(step, truth[step]) for step in range(1, STEPS + 1)]
+        assert server.runs == ["run0"] and server.statuses[-1] == "FINISHED"
+        stored = len(server.points)
+        assert flush_outbox(folder, backend=server.connect) and len(server.points) == stored
+        assert not leftover(Path(folder) / "tracking")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    def write(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infra.outbox.os.write", write)
+        yield
+
+
+def test_the_journal_stays_short_while_the_run_goes_on(
+    server: FakeMlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.outbox.COMPACT_BYTES", 20_000)
     tracker = tracker_of(server, tmp_path)
-    tracker.start({}, resume_step=checkpoint)
+    tracker.start({}, resume_step=0)
+    journal, written = tmp_path / "tracking" / "outbox.jsonl", 0
+    for step in range(1, 101):
+        tracker.log(step, {"loss": float(step)})
+        trace = {"began_s": 1.0, "ended_s": 2.0, "inputs": "x" * 2000, "outputs": None, "spans": []}
+        tracker.log_rollouts(step, [{"completion": "c", "trace": trace}])
+        if step % 2 == 0:
+            tracker.commit(step)
+            wait_until(lambda: tracker._outbox.offset == tracker._outbox.size, what="everything was sent")
+    written = tracker._outbox.size
+    assert journal.stat().st_size < 50_000 < 200_000 < written
     assert tracker.close("FINISHED")
-    assert sorted(server.curve("loss")) == [(step, truth[step]) for step in range(1, checkpoint + 1)]
-    assert server.runs == ["run0"]
+    assert len(server.traces) == 100 and len(server.curve("loss")) == 100
+
+
+def test_an_outage_without_end_leaves_out_rollouts_and_no_metric(
+    server: FakeMlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("infra.tracking.UNSENT_BYTES", 5_000)
+    server.down = True
+    tracker = tracker_of(server, tmp_path)
+    tracker.start({})
+    for step in range(1, 101):
+        tracker.log(step, {"loss": float(step)})
+        tracker.log_rollouts(step, [{"completion": "x" * 500}])
+    server.down = False
+    assert tracker.close("FINISHED")
+    assert len(server.curve("loss")) == 100 and 0 < len(server.artifacts["rollouts.json"]["data"]) < 20
+    assert caplog.text.count("rollouts to look at are left out") == 1
 
 
 def test_what_mlflow_refuses_is_kept_aside_and_takes_nothing_along(
