@@ -1,13 +1,14 @@
 """The trainer's entry for flows: `python -m trainers.main CONFIG.json`, alone or under torchrun.
 
-    CONFIG.json {"config": …, "run": id, name, attempt, tracking_uri, experiment, mlflow_run_id, tags, sweep}
+    CONFIG.json {"config": …, "run": id, name, attempt, tracking_uri, experiment, mlflow_run_id, tags, sweep, storage}
     LOOPWRIGHT_REGISTRY_URL in the environment
         ─▶ TrainLoop ─▶ rank 0: RunSink ─▶ Tracker (MLflow, own thread)
-                                          └─▶ Registry (progress and checkpoints, own thread)
+                        │                 └─▶ Registry (progress and checkpoints, own thread)
+                        └─ saved ─▶ Uploads ─▶ `python -m trainers.main --mirror`: shared storage, own process
 
 The only module of `trainers` that imports `infra`. Exit codes: 0 done; 1 failed, the attempt is closed in the registry with
-failure class, cause and traceback; 143 stopped by SIGTERM after saving, the attempt is left for its flow to judge. Registry and
-MLflow out of reach never stop training.
+failure class, cause and traceback; 143 stopped by SIGTERM after saving, the attempt is left for its flow to judge. Registry,
+MLflow and shared storage out of reach never stop training; what is not stored at its end is left to the flow too.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from trainers.config import TrainerConfig, TrainerConfigUnion
-from trainers.errors import ConfigError, LoopwrightError
+from trainers.errors import CheckpointError, ConfigError, LoopwrightError, full_traceback
 from trainers.metrics import spec_of
 from trainers.references import resolve
+from trainers.retention import Retention
 from trainers.step_source import SourceInfo
 from trainers.watched import Watched
+
+if TYPE_CHECKING:
+    from infra.storage.run_storage import RunStorage
+    from infra.storage.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 STOPPED = 143
@@ -112,6 +118,7 @@ class RunSink:
         self._first: tuple[int, float] | None = None
         self._limit = ""
         self.watched: Watched | None = None  # set for a trial of a sweep
+        self._stored: dict[int, str] = {}  # where in shared storage a step's checkpoint lies
 
     def started(self, info: SourceInfo, resume_step: int) -> None:
         dataset = self.config.dataset
@@ -171,12 +178,33 @@ class RunSink:
         self.tracker.commit(step, path)
         self.writer.submit(lambda: self._note_checkpoint(step, Path(path).absolute()))
 
+    def resumed(self, step: int, path: Path) -> None:
+        """The run goes on from here; on another machine it is another folder than the registry knows."""
+        self.writer.submit(lambda: self.writer.registry.update_checkpoint(self.writer.run_id, step, path=str(path.absolute())))
+
+    def storage_event(self, event: dict[str, Any]) -> None:
+        """What the mirror says: see `infra.storage.mirror`."""
+        step = event.get("step")
+        if event["event"] == "stored":
+            self._stored[step] = event["uri"]  # type: ignore[index]
+            self.writer.submit(lambda: self.writer.registry.update_checkpoint(self.writer.run_id, step, uri=event["uri"]))
+        elif event["event"] == "removed":
+            self._stored.pop(step, None)  # type: ignore[arg-type]
+            self.writer.submit(lambda: self.writer.registry.update_checkpoint(self.writer.run_id, step, uri=None))
+            self.writer.submit(self._forget_deleted)
+
     def _note_checkpoint(self, step: int, path: Path) -> None:
         """The new one; and those that retention has deleted are forgotten."""
+        from trainers.checkpoint import Found
+
+        metrics = Found.read(path).metrics
+        self.writer.registry.record_checkpoint(self.writer.run_id, step, str(path), uri=self._stored.get(step), metrics=metrics)
+        self._forget_deleted()
+
+    def _forget_deleted(self) -> None:
         registry, run_id = self.writer.registry, self.writer.run_id
-        registry.record_checkpoint(run_id, step, str(path))
         for row in registry.list_checkpoints(run_id):
-            if not Path(row.path).exists():
+            if row.uri is None and not Path(row.path).exists():
                 registry.forget_checkpoint(run_id, row.step)
 
 
@@ -217,7 +245,7 @@ class Reporting:
         failure, cause = describe(error)
         if not self.is_main and cause.startswith("rank 0: "):
             return
-        cause, text = redact(cause), redact("".join(traceback.format_exception(error)))
+        cause, text = redact(cause), redact(full_traceback(error))
         try:
             from infra.registry import Registry
 
@@ -246,24 +274,41 @@ def loggers_of(config: TrainerConfig, fields: dict[str, Any], run: dict[str, Any
     return reporting_callbacks(config.report_to, project=project, run_name=run["name"], run_id=run["id"], config=shown)
 
 
+def find_checkpoint(config: TrainerConfig, storage: RunStorage) -> Path | None:
+    """What the run goes on from: the newest whole checkpoint of its folder and of shared storage."""
+    from infra.errors import StorageError, StorageRefused
+    from trainers.checkpoint import fault, latest_whole
+
+    if storage.uri is None:
+        return latest_whole(config.output_dir)
+    try:
+        return storage.newest_whole(Path(config.output_dir), fault)
+    except StorageRefused as error:
+        raise ConfigError(str(error)) from error
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def train(payload: dict[str, Any]) -> int:
     """Run one attempt; returns the exit code."""
     import torch.distributed as dist
     from transformers.utils import logging as transformers_logging
 
+    from infra.storage.run_storage import RunStorage
     from trainers import session
-    from trainers.checkpoint import latest_whole
     from trainers.model import load_model
 
     transformers_logging.disable_progress_bar()
     fields, run = payload["config"], payload["run"]
     reporting = Reporting(fields, run, is_main=int(os.environ.get("RANK", 0)) == 0)
+    storage = RunStorage(**run.get("storage") or {})
+    uploads: Uploads | None = None
     with session.stop_on_sigterm() as stop:
         try:
             config = read_config(fields)
             ranks = session.join_ranks(config)
             sink = reporting.open(config) if ranks.is_main else None
-            resume = ranks.rank_zero(lambda: latest_whole(config.output_dir))
+            resume = ranks.rank_zero(lambda: find_checkpoint(config, storage))
             model = load_model(config, str(resume) if resume else None)
             loop = session.build_loop(
                 config,
@@ -275,22 +320,36 @@ def train(payload: dict[str, Any]) -> int:
                 stop_requested=stop,
                 managed_servers=True,
             )
+            loop.checkpointer.retention = Retention(config.save_total_limit, **storage.keep)
+            if sink is not None and resume is not None:
+                sink.resumed(int(resume.name.rpartition("-")[2]), resume)
+            if sink is not None and storage.uri is not None:
+                uploads = storage.uploads(Path(config.output_dir), config.save_total_limit, sink.storage_event)
+                loop.checkpointer.retain = uploads.saved
             result = loop.run(resume)
         except BaseException as error:
+            if uploads is not None:
+                uploads.close()
             reporting.failed(error)
             raise
+        if dist.is_initialized():
+            dist.destroy_process_group()
         stopped = result.stopped == "signal"
+        if uploads is not None:
+            uploads.finish(storage.wait_s, hurry=stop)
         reporting.close(
             "KILLED" if stopped else "FINISHED", f"stopped by SIGTERM, step {result.step} is saved" if stopped else None
         )
-        if dist.is_initialized():
-            dist.destroy_process_group()
     if ranks.is_main:
         logger.info("ended at step %d (%s); checkpoint %s", result.step, result.stopped, result.checkpoint)
     return STOPPED if stopped else 0
 
 
 def main(arguments: Sequence[str]) -> int:
+    if list(arguments) == ["--mirror"]:
+        from infra.storage.mirror import serve
+
+        return serve(lambda fields: Retention(**fields).removable)
     if len(arguments) != 1:
         print("usage: python -m trainers.main CONFIG.json", file=sys.stderr)
         return 2

@@ -177,7 +177,10 @@ class S3Storage:
         return head["ContentLength"] == size and told.get("sha256") == sha256
 
     def _uploads(self, prefix: str) -> list[dict[str, Any]]:
-        page = self._call("list_multipart_uploads", Prefix=self._key(prefix))
+        try:
+            page = self._call("list_multipart_uploads", Prefix=self._key(prefix))
+        except NotStored:  # rclone's answer where a bucket never had any
+            return []
         return sorted(page.get("Uploads", ()), key=lambda upload: upload["Initiated"])
 
     def _begin(self, key: str, sha256: str) -> tuple[str, dict[int, tuple[str, int]]]:
