@@ -6,6 +6,7 @@ The parts (`registry_runs`, `registry_leases`, …) are mixins over `RegistryCor
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,12 @@ def default_url() -> str:
 
 
 def full_url(url: str | Path) -> str:
-    """A plain path is an SQLite file."""
-    return str(url) if "://" in str(url) else f"sqlite:///{Path(url).expanduser().absolute()}"
+    """A plain path is an SQLite file; an address as Postgres' own programs write it gets the driver that is used here."""
+    text = str(url)
+    if "://" not in text:
+        return f"sqlite:///{Path(text).expanduser().absolute()}"
+    scheme, _, rest = text.partition("://")
+    return f"postgresql+psycopg://{rest}" if scheme in ("postgres", "postgresql") else text
 
 
 def shown_url(url: str) -> str:
@@ -56,6 +61,8 @@ class RegistryCore:
     def __init__(self, url: str | Path | None = None) -> None:
         self.url = full_url(url) if url is not None else default_url()
         self._engine = open_engine(self.url)
+        # One that nobody closes still gives its pooled connections back: when it is collected, or at exit.
+        weakref.finalize(self, self._engine.dispose)
 
     @contextmanager
     def _write(self) -> Iterator[Session]:

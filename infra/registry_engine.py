@@ -14,8 +14,10 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import NoSuchModuleError, OperationalError
 from sqlalchemy.pool import NullPool
+
+from infra.errors import InfraError
 
 BUSY_TIMEOUT_S = 60.0
 WRITES = "loopwright_writes"  # execution option of connections that will write
@@ -42,7 +44,14 @@ def _to_json(value: Any) -> str:
 
 
 def _server_engine(url: str) -> Engine:
-    return create_engine(url, pool_pre_ping=True, json_serializer=_to_json)
+    try:
+        return create_engine(url, pool_pre_ping=True, json_serializer=_to_json)
+    except ModuleNotFoundError as error:
+        shown = make_url(url).render_as_string(hide_password=True)
+        raise InfraError(f"{shown} needs the Python package {error.name}: pip install 'loopwright[postgres]'") from error
+    except NoSuchModuleError as error:
+        shown = make_url(url).render_as_string(hide_password=True)
+        raise InfraError(f"{shown} is no address of a database: write sqlite:///FILE or postgresql://…") from error
 
 
 def _sqlite_engine(url: str) -> Engine:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.postgres import postgres_server, postgres_url  # noqa: F401 - fixtures
+from tests.support.postgres import postgres_database, postgres_server, postgres_url  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
     from infra.vllm import VLLMServer

@@ -18,13 +18,6 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def registry(tmp_path):
-    registry = Registry(tmp_path / "registry.db")
-    yield registry
-    registry.close()
-
-
-@pytest.fixture
 def manager(registry):
     with LeaseManager(registry) as manager:
         yield manager
@@ -75,7 +68,7 @@ def test_holders_of_two_registries_do_not_share_a_port(tmp_path, manager):
         other.lease_port(port=lease.port)
 
 
-def test_processes_that_lease_at_once_get_different_things(tmp_path, monkeypatch):
+def test_processes_that_lease_at_once_get_different_things(registry):
     """Six processes want ports out of eight and GPUs out of eight at the same moment."""
     code = f"""
         import sys
@@ -83,7 +76,7 @@ def test_processes_that_lease_at_once_get_different_things(tmp_path, monkeypatch
         from infra.registry import Registry
         leases.PORTS, leases.PORT_TRIES = range(23450, 23458), 8
         leases.visible_gpus = lambda: list(range(8))
-        with leases.LeaseManager(Registry({str(tmp_path / "registry.db")!r})) as manager:
+        with leases.LeaseManager(Registry({registry.url!r})) as manager:
             sys.stdin.readline()
             port, gpu = manager.lease_port(), manager.lease_gpus(1)
             print(port.port, *gpu.devices, flush=True)
@@ -102,7 +95,7 @@ def test_processes_that_lease_at_once_get_different_things(tmp_path, monkeypatch
             holder.communicate("end\n", timeout=60)
     ports, gpus = zip(*answers, strict=True)
     assert len(set(ports)) == len(set(gpus)) == 6, answers
-    assert Registry(tmp_path / "registry.db").list_leases() == [], "leases were not released at close"
+    assert registry.list_leases() == [], "leases were not released at close"
 
 
 def test_gpus(manager, registry, monkeypatch):

@@ -7,36 +7,34 @@ import multiprocessing
 import os
 import socket
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
-from infra.registry import Owner, Registry, RunExists, RunNotFound, default_url
+from infra.errors import InfraError
+from infra.registry import (
+    URL_VARIABLE,
+    Owner,
+    Registry,
+    RunExists,
+    RunNotFound,
+    default_url,
+)
+from tests.infra.registry_writers import PORTS, STAGES, write
+from tests.infra.released import fill
+from tests.support.postgres import PASSWORD
 
 ME = Owner(pid=100, start_time=1.5, host="here")
 OTHER = Owner(pid=200, start_time=2.5, host="here")
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "new" / "registry.db")
-    return request.getfixturevalue("postgres_url")
-
-
-@pytest.fixture
-def registry(url: str) -> Iterator[Registry]:
-    registry = Registry(url)
-    yield registry
-    registry.close()
-
-
-def test_a_run_is_found_by_name_and_by_id_and_survives_reopening(registry: Registry, url: str) -> None:
+def test_a_run_is_found_by_name_and_by_id_and_survives_reopening(registry: Registry, registry_url: str) -> None:
     run = registry.create_run("r1", "train-grpo", {"learning_rate": 1e-6, "nested": {"x": [1, 2]}}, output_dir="/runs/r1")
-    again = Registry(url)
+    again = Registry(registry_url)
     for key in ("r1", run.id):
         found = again.get_run(key)
         assert (found.name, found.flow, found.status, found.output_dir) == ("r1", "train-grpo", "PENDING", "/runs/r1")
@@ -52,12 +50,24 @@ def test_a_name_belongs_to_one_run(registry: Registry) -> None:
     assert len(registry.list_runs()) == 1
 
 
-def test_an_unknown_run_is_named_and_the_password_is_not(registry: Registry) -> None:
+def test_an_unknown_run_is_named(registry: Registry) -> None:
     assert registry.find_run("nope") is None
     with pytest.raises(RunNotFound, match="'nope'"):
         registry.get_run("nope")
     with pytest.raises(RunNotFound, match="'nope'"):
         registry.progress("nope", {"step": 1})
+
+
+def test_an_error_does_not_show_the_password(postgres_url: str) -> None:
+    registry = Registry(postgres_url)
+    with pytest.raises(RunNotFound) as caught:
+        registry.get_run("nope")
+    assert "***" in str(caught.value) and PASSWORD not in str(caught.value)
+    registry.close()
+    wrong = postgres_url.replace(PASSWORD, "pass-word-of-mine")
+    with pytest.raises(OperationalError) as refused:
+        Registry(wrong)
+    assert "pass-word-of-mine" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_update_run_sets_columns_and_refuses_what_is_none(registry: Registry) -> None:
@@ -172,37 +182,36 @@ def test_servers_and_checkpoints_are_listed(registry: Registry) -> None:
     assert [row.step for row in registry.list_checkpoints(run.id)] == [10]
 
 
-def _contend(url: str, number: int, run_name: str, results: Any) -> None:
-    registry = Registry(url)  # the first of these makes the tables
-    owner = Owner(number, 1.0, "here")
-    try:
-        run_id = registry.create_run(run_name, "sft").id
-    except RunExists:
-        run_id = registry.get_run(run_name).id
-    won = [port for port in range(24) if registry.insert_lease("port", str(port), owner, 60)]
-    claimed = registry.claim_run(run_id, owner, alive=lambda _: True)
-    for step in range(10):
-        registry.set_stage(run_id, f"{number}-{step}", {"step": step})
-    registry.close()
-    results.put((number, won, claimed))
-
-
-def test_sixteen_writers_neither_fail_nor_share_nor_lose_a_row(url: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    writers = [context.Process(target=_contend, args=(url, number, "shared", results)) for number in range(1, 17)]
+def test_sixteen_writers_neither_fail_nor_share_nor_lose_a_row(registry_url: str) -> None:
+    """They open a file that is not there yet, or on Postgres a database of the released version, at the same moment."""
+    if registry_url.startswith("postgresql"):
+        fill(registry_url, "0001")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.infra.registry_writers", "alembic.runtime.migration", "alembic.script", "psycopg"])
+    results, ready = context.Queue(), context.Barrier(16)
+    writers = [context.Process(target=write, args=(registry_url, number, ready, results)) for number in range(1, 17)]
     for writer in writers:
         writer.start()
     seen = [results.get(timeout=240) for _ in writers]
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 16
-    assert Counter(port for _, won, _ in seen for port in won) == Counter(range(24))
-    assert sum(claimed for _, _, claimed in seen) == 1
-    registry = Registry(url)
-    held = {(row.owner_pid, int(row.resource)) for row in registry.list_leases("port")}
-    assert held == {(number, port) for number, won, _ in seen for port in won}
-    assert len(registry.get_run("shared").stages) == 160  # no read-modify-write was lost
+    assert sum(one.migrated for one in seen) == 1
+    assert Counter(port for one in seen for port in one.ports) == Counter(PORTS)
+    assert sum(one.claimed_run for one in seen) == sum(one.claimed_sweep for one in seen) == 1
+    registry = Registry(registry_url)
+    held = {(row.owner_pid, int(row.resource)) for row in registry.list_leases("port") if row.run_id is None}
+    assert held == {(one.number, port) for one in seen for port in one.ports}
+    # No read-modify-write was lost.
+    run = registry.get_run("shared")
+    assert len(run.stages) == 16 * STAGES
+    assert registry.costs(run.id) == pytest.approx({"gpu_s/trainer": 16 * 9.0, "usd": 16 * 0.9})
+    # What all recorded is there once.
+    assert len({one.artefacts for one in seen}) == 1
+    (dataset,) = registry.list_artefacts(kind="dataset")
+    assert len(dataset.details) == 16
+    assert [row.id for row in registry.ancestors(seen[0].artefacts[1])] == [dataset.id]
+    assert [row.number for row in registry.list_trials(registry.get_sweep("shared").id)] == list(range(17))
     registry.close()
 
 
@@ -211,6 +220,86 @@ def test_the_default_database_lies_in_the_home(tmp_path: Path, monkeypatch: pyte
     assert default_url() == f"sqlite:///{tmp_path}/home/registry.db"
     Registry().close()
     assert (tmp_path / "home" / "registry.db").exists()
+
+
+def test_the_environment_names_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(URL_VARIABLE, "postgresql+psycopg://me:secret@db/registry")
+    assert default_url() == "postgresql+psycopg://me:secret@db/registry"
+    monkeypatch.setenv(URL_VARIABLE, str(tmp_path / "mine.db"))
+    registry = Registry()
+    assert registry.url == f"sqlite:///{tmp_path}/mine.db" and (tmp_path / "mine.db").exists()
+    registry.close()
+    for written in ("postgres://me@db/registry", "postgresql://me@db/registry"):
+        monkeypatch.setenv(URL_VARIABLE, written)
+        assert default_url() == "postgresql+psycopg://me@db/registry"
+    with pytest.raises(InfraError, match=r"nonsense://me:\*\*\*@db is no address of a database"):
+        Registry("nonsense://me:secret@db")
+
+
+def test_runs_are_listed_by_what_is_asked(registry: Registry) -> None:
+    sweep = registry.create_sweep("s", {})
+    for number, (flow, status, tags) in enumerate(
+        [("sft", "FINISHED", {"team": "a"}), ("sft", "FAILED", {"team": "b", "why": 'a "b" c'}), ("grpo", "FINISHED", {})]
+    ):
+        run = registry.create_run(f"r{number}", flow, {"n": number}, tags=tags)
+        registry.update_run(run.id, status=status)
+        if number:
+            registry.record_trial(sweep.id, number, f"s:{number}:1", run_id=run.id)
+
+    def names(**wanted: Any) -> list[str]:
+        return [row.name for row in registry.list_runs(**wanted)]
+
+    assert names() == ["r2", "r1", "r0"]
+    assert names(limit=2) == ["r2", "r1"]
+    assert names(flow="sft") == ["r1", "r0"]
+    assert names(flow="sft", status="FINISHED") == ["r0"]
+    assert names(tags={"team": "b"}) == names(tags={"team": "b", "why": 'a "b" c'}) == ["r1"]
+    assert names(tags={"team": "b", "why": "x"}) == names(tags={"teams": "b"}) == []
+    assert names(sweep="s") == names(sweep=sweep.id) == ["r2", "r1"]
+    assert names(sweep="other") == []
+    (row,) = registry.list_runs(light=True, limit=1)
+    assert (row.name, row.tags, row.progress) == ("r2", {}, {})
+    with pytest.raises(Exception, match="config"):
+        _ = row.config
+
+
+def test_children_of_a_run(registry: Registry) -> None:
+    parent = registry.create_run("parent", "specialise")
+    child = registry.create_run("child", "sft", parent_run_id=parent.id)
+    assert [row.name for row in registry.list_runs(parent=parent.id)] == ["child"]
+    with pytest.raises(RunNotFound, match="'nope'"):
+        registry.create_run("other", "sft", parent_run_id="nope")
+    assert registry.get_run("child").parent_run_id == parent.id and child.id != parent.id
+
+
+def test_equal_configs_have_equal_hashes(registry: Registry) -> None:
+    one = registry.create_run("a", "sft", {"x": 1, "y": {"z": [1.5, None]}})
+    two = registry.create_run("b", "sft", {"y": {"z": [1.5, None]}, "x": 1})
+    other = registry.create_run("c", "sft", {"x": 2, "y": {"z": [1.5, None]}})
+    assert one.config_hash == two.config_hash != other.config_hash
+    assert registry.create_run("d", "sft", {"x": 2}, config_hash="given").config_hash == "given"
+
+
+def test_attempts_know_where_they_ran(registry: Registry) -> None:
+    run = registry.create_run("r1", "sft", prefect_flow_run_id="pf-7")
+    assert (registry.start_attempt(run.id).host, registry.list_attempts(run.id)[0].prefect_flow_run_id) == (
+        socket.gethostname(),
+        "pf-7",
+    )
+
+
+def test_checkpoints_are_pinned_and_have_addresses(registry: Registry) -> None:
+    run = registry.create_run("r1", "sft")
+    registry.record_checkpoint(run.id, 5, "/a", metrics={"reward": 0.5})
+    assert registry.update_checkpoint(run.id, 5, pinned=True, uri="s3://bucket/a")
+    assert not registry.update_checkpoint(run.id, 6, pinned=True)
+    (row,) = registry.list_checkpoints(run.id)
+    assert (row.pinned, row.uri, row.metrics) == (True, "s3://bucket/a", {"reward": 0.5})
+    registry.record_checkpoint(run.id, 5, "/b")
+    (row,) = registry.list_checkpoints(run.id)
+    assert (row.path, row.pinned, row.uri, row.metrics) == ("/b", True, None, {})
+    with pytest.raises(ValueError, match="no column 'colour'"):
+        registry.update_checkpoint(run.id, 5, colour="red")
 
 
 def test_an_owner_is_told_from_a_later_process_of_the_same_pid() -> None:

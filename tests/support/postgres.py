@@ -6,6 +6,7 @@ sees what a user with a password sees, and it can be stopped and started again o
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import importlib.util
 import os
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class PostgresServer:
         self._programs = programs
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = 0
+        self._free: list[str] = []
         if _USER:
             shutil.chown(self.folder, **_USER)
             if self._run("postgres", "--version").returncode:  # the package lies where only root may look
@@ -72,7 +74,7 @@ class PostgresServer:
         log = self.folder / "log"
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                arguments, stdout=output, stderr=output, cwd=self.folder, env=_environment(), start_new_session=True, **_USER
+                arguments, stdout=output, stderr=output, cwd=self.folder, env=_environment(), preexec_fn=_end_with_us, **_USER
             )
         deadline = time.monotonic() + 60
         while self._run("pg_isready", "-h", "127.0.0.1", "-p", str(self.port), "-U", "loopwright").returncode:
@@ -96,11 +98,26 @@ class PostgresServer:
             connection.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
         return self.url(name)
 
+    def take_database(self) -> str:
+        """The URL of an empty database, which may have been another test's."""
+        return self._free.pop() if self._free else self.new_database()
+
+    def give_back(self, url: str) -> None:
+        """Everything in it goes, whoever is still connected."""
+        import psycopg
+
+        with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
+            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> "
+            connection.execute(query + "pg_backend_pid()")
+            connection.execute("DROP SCHEMA public CASCADE")
+            connection.execute("CREATE SCHEMA public")
+        self._free.append(url)
+
     def url(self, database: str) -> str:
         return f"postgresql+psycopg://loopwright:{PASSWORD}@127.0.0.1:{self.port}/{database}"
 
     def close(self) -> None:
-        self.stop()
+        self.stop(signal.SIGQUIT)  # nothing of it is needed again
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _dsn(self, database: str) -> str:
@@ -122,6 +139,15 @@ def _environment() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if not name.startswith("PG")}, "LC_ALL": "C"}
 
 
+_prctl = ctypes.CDLL(None).prctl
+
+
+def _end_with_us() -> None:
+    """SIGQUIT when the test process dies, by whatever signal. Ctrl-C at the terminal is for the test process alone."""
+    os.setsid()
+    _prctl(1, signal.SIGQUIT, 0, 0, 0)
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """The session's server. A test that stops it starts it again."""
@@ -138,6 +164,20 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def postgres_url(postgres_server: PostgresServer) -> str:
-    """A fresh, empty database (its password is in the URL)."""
-    return postgres_server.new_database()
+def postgres_database(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+    """Makes empty databases; they are emptied for other tests afterwards, because making one writes a thousand files."""
+    taken: list[str] = []
+
+    def take() -> str:
+        taken.append(postgres_server.take_database())
+        return taken[-1]
+
+    yield take
+    for url in taken:
+        postgres_server.give_back(url)
+
+
+@pytest.fixture
+def postgres_url(postgres_database: Callable[[], str]) -> str:
+    """An empty database (its password is in the URL)."""
+    return postgres_database()
