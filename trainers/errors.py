@@ -8,6 +8,7 @@
     │   └── WeightSyncError             a weight update failed on the server
     ├── RolloutError                    the rollout process
     │   ├── RolloutProcessDied          it ended by itself or by a signal
+    │   ├── RolloutCodeError            the user's code in it raised, or ours in a way that nobody foresaw
     │   ├── RolloutFailures             too many rollouts failed; the most frequent cause comes first
     │   └── NoProgress                  nothing moved for `rollout_worker_timeout` seconds
     ├── DivergenceError                 loss or gradient is not finite
@@ -19,9 +20,33 @@ Every class carries `failure_class`, by which the flow's retry policy decides (s
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import traceback as format_error
+from typing import ClassVar, Literal, TypeVar
 
 FailureClass = Literal["infrastructure", "memory", "user", "no_progress", "divergence"]
+E = TypeVar("E", bound=BaseException)
+_USERS_PART = "_loopwright_users_part"
+
+
+def came_from(error: E, traceback: str) -> E:
+    """`error`, with the traceback that it stands for: of code that ran in another process, or only as one of many."""
+    setattr(error, _USERS_PART, traceback)
+    error.add_note(f"It came from:\n{traceback}")
+    return error
+
+
+def full_traceback(error: BaseException) -> str:
+    """The user's part first, then where this process met the error."""
+    here = format_error.TracebackException.from_exception(error)
+    if (users := users_part(error)) is None:
+        return "".join(here.format())
+    here.__notes__ = []  # type: ignore[attr-defined] - it is the user's part once more
+    return f"{users}\n\nthe trainer heard of it here:\n{''.join(here.format())}"
+
+
+def users_part(error: BaseException) -> str | None:
+    """The traceback that `came_from` gave to an error."""
+    return getattr(error, _USERS_PART, None)
 
 
 class LoopwrightError(Exception):
@@ -62,6 +87,12 @@ class RolloutError(LoopwrightError):
 
 class RolloutProcessDied(RolloutError):
     """The rollout process is gone; the message says how (exit code or signal)."""
+
+
+class RolloutCodeError(RolloutError):
+    """An exception in the rollout process that is none of these: of a hook, the data, or a fault of ours."""
+
+    failure_class: ClassVar[FailureClass] = "user"
 
 
 class RolloutFailures(RolloutError):

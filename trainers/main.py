@@ -111,9 +111,10 @@ class RunSink:
     """`MetricSink` of a run with a registry row: metrics to MLflow, progress and checkpoints to the registry."""
 
     def __init__(
-        self, config: TrainerConfig, tracker: Any, writer: RegistryWriter, params: dict[str, Any], attempt: int
+        self, config: TrainerConfig, tracker: Any, writer: RegistryWriter, fields: dict[str, Any], run: dict[str, Any]
     ) -> None:
-        self.config, self.tracker, self.writer, self.params, self.attempt = config, tracker, writer, params, attempt
+        self.config, self.tracker, self.writer, self.fields, self.attempt = config, tracker, writer, fields, run["attempt"]
+        self.params: dict[str, Any] = run.get("params") or fields
         self.is_started = False
         self._first: tuple[int, float] | None = None
         self._limit = ""
@@ -131,7 +132,7 @@ class RunSink:
         }
         if info.prompts is not None:
             entry["rows"] = info.prompts
-        self.tracker.start(self.params, entry, resume_step)
+        self.tracker.start(self.params, entry, resume_step, self.fields)
         self._note_provenance(info)
         self.is_started = True
         self._first = (resume_step, time.monotonic())
@@ -218,6 +219,7 @@ class Reporting:
     def open(self, config: TrainerConfig) -> RunSink:
         from infra.registry import Registry
         from infra.tracking import Tracker
+        from infra.tracking_tags import attempt_tags
 
         run = self.run
         self.writer = RegistryWriter(Registry(), run["id"])
@@ -227,13 +229,13 @@ class Reporting:
             run.get("experiment"),
             run["name"],
             run.get("mlflow_run_id"),
-            {**run.get("tags", {}), "loopwright.run": run["name"], "loopwright.run_id": run["id"]},
+            attempt_tags(run, config.output_dir, getattr(config, "vllm_server_base_url", None)),
             check=spec_of,
             on_run_id=lambda mlflow_id: self.writer.submit(
                 lambda: self.writer.registry.update_run(run["id"], mlflow_run_id=mlflow_id)
             ),
         )
-        self.sink = RunSink(config, self.tracker, self.writer, self.fields, run["attempt"])
+        self.sink = RunSink(config, self.tracker, self.writer, self.fields, run)
         if sweep := run.get("sweep"):
             self.sink.watched = Watched(sweep["watch"], sweep["average_steps"], sweep["every_steps"])
         return self.sink
@@ -259,7 +261,7 @@ class Reporting:
         if self.sink is None:
             return
         if not self.sink.is_started:
-            self.tracker.start(self.fields)
+            self.tracker.start(self.sink.params, config=self.fields)
         self.tracker.close(status, cause, failure)
         self.writer.close()
 

@@ -88,7 +88,8 @@ class Rollout:
     """One conversation generated from a prompt.
 
     `completion` are all messages after the prompt's: the model's and the tools'. `reward` is NaN while unscored or when no
-    reward function applied; `failed` holds the cause if the rollout was given up.
+    reward function applied; `failed` holds the cause if the rollout was given up, `failed_by` the traceback of the user's code
+    if it was that.
     """
 
     prompt: Prompt
@@ -97,6 +98,7 @@ class Rollout:
     reward: float = float("nan")
     rewards: dict[str, float | None] = field(default_factory=dict)  # per reward function, None: not applicable
     failed: str | None = None
+    failed_by: str | None = None
     duration_s: float = 0.0
     tool_calls: list[ToolCall] = field(default_factory=list)
     exhausted: bool = False  # ended by its token budget or the cap on tool calls, not by the model

@@ -276,3 +276,16 @@ async def test_waiting_samples_are_bounded_in_bytes() -> None:
         await settle(200)
     assert 2 * started - 4 * 9 == 4 and source.pending, "four samples of 104 bytes leave room"
     await engine.close()
+
+
+async def test_data_that_ends_with_every_group_dropped_is_a_failure_with_the_counts() -> None:
+    source = FakeSource()
+    engine = fake_engine(fake_config(per_device_train_batch_size=2), source, fake_rows(3))
+    engine.synced(0)
+    request = asyncio.create_task(engine.step(1, 0))
+    for _ in range(3):
+        await settle()
+        source.finish(0, [0.0, 0.0])
+    with pytest.raises(DatasetError, match=r"all 3 groups were dropped \(3 zero_variance\)"):
+        await request
+    await engine.close()

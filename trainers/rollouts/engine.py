@@ -33,7 +33,7 @@ from trainers.rollouts.buffer import buffer_arrays, read_buffer
 from trainers.rollouts.inspection import Inspection
 from trainers.rollouts.ledger import Key, Ledger, begun_anew
 from trainers.rollouts.reading import StreamReader
-from trainers.rollouts.rejections import Rejections
+from trainers.rollouts.rejections import Rejections, check_use
 from trainers.rollouts.snapshot import read_state
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
@@ -208,6 +208,7 @@ class StepEngine:
                 else:
                     self._take(outcome)
                 self._touch()
+            check_use(self.ledger.state_dict()["epochs"].values(), len(self._steps.held()))
             self._finished = True
             self._advance()
         except Exception as error:

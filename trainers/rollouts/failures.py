@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from trainers.errors import RolloutFailures
+from trainers.errors import RolloutFailures, came_from
 
 WINDOW = 256
 LEAST = 32
@@ -21,12 +21,15 @@ class FailureWindow:
         self._limit = limit
         self._causes: deque[str | None] = deque(maxlen=WINDOW)
         self._examples: dict[str, str] = {}
+        self._tracebacks: dict[str, str] = {}
 
-    def add(self, cause: str | None, message: str = "") -> None:
-        """One rollout ended; `cause` None: it did not fail."""
+    def add(self, cause: str | None, message: str = "", traceback: str | None = None) -> None:
+        """One rollout ended; `cause` None: it did not fail. `traceback`: of the user's code, if that failed."""
         self._causes.append(cause)
         if cause is not None:
             self._examples[cause] = message
+            if traceback is not None:
+                self._tracebacks[cause] = traceback
 
     def check(self, final: bool = False) -> None:
         """Raises `RolloutFailures` if the window holds too many failures."""
@@ -35,6 +38,8 @@ class FailureWindow:
         if not count or (len(self._causes) < LEAST and not final) or count <= self._limit * len(self._causes):
             return
         causes = "; ".join(f"{number} × {cause}: {self._examples[cause]}" for cause, number in failed.most_common())
-        raise RolloutFailures(
+        error = RolloutFailures(
             f"{count} of the last {len(self._causes)} rollouts failed (max_rollout_failure_frac = {self._limit:g}): {causes}"
         )
+        told = [self._tracebacks[cause] for cause, _ in failed.most_common() if cause in self._tracebacks]
+        raise came_from(error, told[0]) if told else error

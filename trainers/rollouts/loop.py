@@ -27,6 +27,7 @@ from trainers.config import AsyncTrainerConfig
 from trainers.data import Rows
 from trainers.errors import ConfigError, NoProgress, ServerError
 from trainers.metrics import MetricBag, sanitize
+from trainers.rollouts.blame import user_traceback
 from trainers.rollouts.conversation import Conversations, Limits
 from trainers.rollouts.failures import FailureWindow
 from trainers.rollouts.pool import Lease, ServerPool
@@ -265,13 +266,14 @@ class AsyncRolloutLoop:
             finished = True
         except RequestFailed as error:
             rollout = Rollout(prompt, failed=f"{error.cause}: {error}")
+            rollout.failed_by = user_traceback(error) if error.__cause__ is not None else None
         except ServerError:
             raise  # no matter of this rollout alone
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the run ends, or the group is given up; else something that the hook awaited was cancelled
-            rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}")
+            rollout = Rollout(prompt, failed=f"generate: {type(error).__name__}: {error}", failed_by=user_traceback(error))
         finally:
             del self._generating[lease]
             self._pool.release(lease, finished)
@@ -283,7 +285,7 @@ class AsyncRolloutLoop:
             self._failures.add(None)
             return
         cause, _, message = rollout.failed.partition(": ")
-        self._failures.add(cause, message)
+        self._failures.add(cause, message, rollout.failed_by)
         self._metrics.add(f"rollout/failed_total/{sanitize(cause)}", 1)
 
     def _measure(self, group: RolloutGroup) -> None:

@@ -19,13 +19,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from trainers.config import SFTConfig, TrainerConfig, TrainerConfigUnion
+from trainers.errors import users_part
 from trainers.packing import head_to_wire
+from trainers.rollouts.blame import user_traceback
 from trainers.rollouts.build import build_engine
 from trainers.rollouts.channel import AsyncChannel, Message
 from trainers.rollouts.engine import StepEngine
@@ -117,7 +118,7 @@ class Server:
             await self._report(error)
 
     async def _report(self, error: Exception) -> None:
-        trace = "".join(traceback.format_exception(error))
+        trace = users_part(error) or user_traceback(error)
         await self._channel.send(Message("error", {"class": type(error).__name__, "message": str(error), "traceback": trace}))
 
     def _say(self, stage: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from trainers import errors
 from trainers.config import TrainerConfig
-from trainers.errors import NoProgress, RolloutError, RolloutProcessDied
+from trainers.errors import NoProgress, RolloutCodeError, RolloutProcessDied, came_from
 from trainers.packing import head_from_wire
 from trainers.rollouts.channel import Channel, Message
 from trainers.rollouts.payload import Payload, write_payload
@@ -287,8 +287,9 @@ class RolloutProcess:
         fields = message.fields
         known = getattr(errors, fields["class"], None) or {"TypeError": TypeError}.get(fields["class"])
         if isinstance(known, type) and issubclass(known, Exception):
-            raise known(fields["message"])
-        raise RolloutError(f"{fields['class']} in the rollout process: {fields['message']}\n{fields['traceback']}")
+            raise came_from(known(fields["message"]), fields["traceback"])
+        error = RolloutCodeError(f"{fields['class']} in the rollout process: {fields['message']}")
+        raise came_from(error, fields["traceback"])
 
     def _silent(self, seconds: float) -> NoProgress:
         return NoProgress(f"the rollout process has said nothing for {seconds:.0f} s; it was: {self._doing}")

@@ -20,11 +20,8 @@ import inspect
 import itertools
 import logging
 import math
-import sysconfig
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +29,7 @@ import numpy as np
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rewards import RewardFunc, reward_name
+from trainers.rollouts.blame import user_traceback, where
 from trainers.rollouts.side_calls import SideCalls
 from trainers.types import Rollout, RolloutGroup
 
@@ -41,8 +39,6 @@ _CLOSE_S = 5.0
 _UNLIMITED_S = 1e9  # a judge may take its time; one that never returns is a matter of the watchdog, which names it
 _MESSAGE_CHARS = 500
 _SHOWN_CHARS = 100  # of what a function returned
-_ENGINE = str(Path(__file__).parent)
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class _Function:
@@ -93,18 +89,6 @@ def _unique_names(functions: Sequence[RewardFunc]) -> list[str]:
         names.append(name)
         taken |= metrics
     return names
-
-
-def _where(error: BaseException) -> str:
-    """The last lines of the user's that an error came through, as `file:line in function`; the very last one if none is."""
-    frames = [
-        frame
-        for each in (error, error.__cause__)
-        for frame in (traceback.extract_tb(each.__traceback__) if each is not None else ())
-        if not frame.filename.startswith(_ENGINE)
-    ]
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-2:] or frames[-1:])
 
 
 def _number(value: Any) -> float | None:
@@ -166,13 +150,17 @@ class Scorer:
     async def _apply(self, function: _Function, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
+        failure: Exception | None = None  # handled below, so that what the calls one by one raise does not come with this one
+        values: list[float | None] = []
         try:
             values = await self._call(function, rollouts)
         except ConfigError:
             raise
         except Exception as error:
+            failure = error
+        if failure is not None:
             if len(rollouts) == 1:
-                self._failed(function, rollouts[0], error)
+                self._failed(function, rollouts[0], failure)
             elif function.is_async:  # together, because each may take as long as the group did
                 await asyncio.gather(*(self._apply(function, [rollout]) for rollout in rollouts))
             else:
@@ -190,8 +178,9 @@ class Scorer:
 
     def _failed(self, function: _Function, rollout: Rollout, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS]
-        where = _where(error)
-        rollout.failed = f"reward: {function.name}: {message}" + (f" ({where})" if where else "")
+        place = where(error)
+        rollout.failed = f"reward: {function.name}: {message}" + (f" ({place})" if place else "")
+        rollout.failed_by = user_traceback(error)
         if not function.told:  # once: the run's cause says where, the whole traceback stands only here
             function.told = True
             logger.warning("reward function %s raised; further errors of it are counted only", function.name, exc_info=error)
