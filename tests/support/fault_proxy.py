@@ -34,6 +34,7 @@ class FaultProxy:
         self.injected: Counter[str] = Counter()
         self.requests = 0  # generation requests that arrived
         self.answered = 0  # of these, answered as the server did
+        self.looks = 0  # all other requests
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._port = 0
@@ -85,6 +86,7 @@ class FaultProxy:
         body = await request.read()
         fault: Fault | None = None
         generates = request.path in GENERATION and len(body) > 2  # an empty one only asks whether the endpoint exists
+        self.looks += not generates
         if generates:
             self.requests += 1
             fault = self.faults.popleft() if self.faults else None

@@ -28,6 +28,7 @@ class StubServer:
         self.metrics: str | None = None  # the page /metrics answers; None: there is none
         self.weights: str | None = None  # what /weight_info answers; None: there is none
         self.refuses: str | None = None  # the message of the 400 that every request gets
+        self.locked = False  # refuses every key
         self.mute = False  # answers nothing about itself, as a server that hangs
         self.script: Callable[[list[int]], str] | None = None  # prompt ids → the completion, in place of the fixed one
         self._ids = [ord(char) + 4 for char in completion] + [EOS]
@@ -44,15 +45,21 @@ class StubServer:
         app.router.add_post("/v1/completions", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
+        self._site = web.TCPSite(runner, "127.0.0.1", port)
+        await self._site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
             await runner.cleanup()
 
+    async def stop_listening(self) -> None:
+        """Whoever comes is refused; connections there are stay."""
+        await self._site.stop()
+
     async def _models(self, request: web.Request) -> web.Response:
+        if self.locked:
+            raise web.HTTPUnauthorized
         return web.json_response({"data": [{"id": "policy", "max_model_len": self._max_model_len}]})
 
     async def _about(self, request: web.Request) -> web.Response:

@@ -170,15 +170,32 @@ def test_weights_that_kill_every_server_end_the_run(tmp_path):
         servers.sync.push(tiny_policy(), 1)
 
 
-def test_the_first_servers_must_all_be_there(tmp_path):
+def test_a_run_begins_with_the_servers_that_are_there_and_takes_the_others_in_when_they_answer(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("trainers.weight_sync.members.LATECOMERS_S", 0.05)
+    servers = Servers(tmp_path, "a", "b", vllm_server_timeout=1000)
+    late = servers.planes["b"]
+    late.fail = {"health": list(GONE)}
+    policy = tiny_policy(seed=3)
+    servers.sync.push(policy, 0)
+    assert caplog.text.count("http://b is not there: the run begins without it") == 1
+    assert servers.news() == ["a"] and servers.serving() == {"a": 0, "b": None} and late.version == "default"
+    assert read_serving(tmp_path)[1].why == "connection refused" and not servers.wants()
+    late.fail = {}
+    assert servers.wants()
+    servers.sync.admit(policy, 0)
+    assert holds(late, policy) and servers.news() == ["a", "b"] and servers.serving() == {"a": 0, "b": 0}
+
+
+def test_a_run_waits_for_its_first_server_and_a_moment_for_the_others(tmp_path):
     servers = Servers(tmp_path, "a", "b")
-    servers.planes["b"].fail = {"health": list(GONE)}
-    with pytest.raises(ServerError, match="connection refused"):
+    for plane in servers.planes.values():
+        plane.fail = {"health": list(GONE)}
+    with pytest.raises(ServerError, match=r"waited 0 s for a student server \(http://a, http://b\): connection refused"):
         servers.sync.push(tiny_policy(), 0)
-    servers = Servers(tmp_path, "a", "b")
+    servers = Servers(tmp_path, "a", "b", vllm_server_timeout=1000)
     servers.planes["b"].fail = {"health": ["connection refused"] * 3}
     servers.sync.push(tiny_policy(), 0)
-    assert servers.planes["b"].version == "0"
+    assert servers.planes["b"].version == "0" and servers.news() is None
 
 
 @pytest.mark.parametrize("how", ["dtype", "length", "weights"])

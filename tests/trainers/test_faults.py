@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.waiting import wait_until
 from tests.support.weights import number_weights
 from tests.trainers.test_rollout_process import grpo
 from trainers.errors import RolloutFailures
@@ -193,8 +194,9 @@ def test_one_of_two_servers_goes_away_and_comes_back(
             proxy.go_away()
         seen[index] = proxy.requests, second.requests
         if index == 4:
+            looks = proxy.looks
             proxy.come_back()
-            time.sleep(2)  # it is looked at every half second
+            wait_until(lambda: proxy.looks > looks, what="a look at the first server")
 
     # A short queue: generation waits for the trainer, so however slow that is, many prompts are left once the first is back.
     with running(tmp_path, vllm_server, proxy, second, prompts=48, max_staleness=8, queue_maxsize=16) as process:

@@ -157,10 +157,11 @@ async def test_a_fault_is_tried_on_another_server_at_once_and_the_conversation_m
         assert pool.in_flight == 0
 
 
-async def test_a_server_that_answers_only_errors_does_not_attract_the_requests() -> None:
+@pytest.mark.parametrize("fault", [500, "reset"])
+async def test_a_server_that_answers_only_errors_does_not_attract_the_requests(fault: int | str) -> None:
     bad, good = StubServer(), StubServer()
     async with pool_of(bad, good) as (pool, _):
-        bad.faults.extend([500] * 1000)
+        bad.faults.extend([fault] * 1000)
         for _ in range(50):
             await one_turn(pool)
         assert len(good.requests) == 50 and len(bad.requests) < 10
@@ -184,6 +185,18 @@ async def test_a_server_that_went_away_is_left_and_taken_again_when_it_is_back()
             await asyncio.gather(*(one_turn(pool) for _ in range(4)))
             assert len(going.requests) == 4
         await pool.close()
+
+
+async def test_a_server_whose_requests_all_broke_at_once_is_used_again_as_soon_as_a_look_finds_it_well() -> None:
+    """It is looked at now, whenever the next look was due, and takes no rest: it failed once."""
+    broken, other = StubServer(), StubServer()
+    async with pool_of(broken, other, look_every_s=1000) as (pool, retries):
+        broken.faults.extend(["reset"] * 4)
+        await asyncio.gather(*(one_turn(pool) for _ in range(8)))
+        assert retries == ["reset"] * 4 and (len(broken.requests), len(other.requests)) == (4, 8)
+        await until(lambda: "student-0" not in pool.describe())
+        await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+        assert (len(broken.requests), len(other.requests)) == (6, 10)
 
 
 async def test_no_server_left_ends_the_run_before_the_budget() -> None:

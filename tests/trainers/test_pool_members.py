@@ -85,6 +85,53 @@ async def test_requests_wait_for_the_only_servers_weights_and_are_not_sent_meanw
 # Members
 
 
+async def test_a_run_begins_with_the_servers_that_answer_and_the_others_join_when_they_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late, first = StubServer(), StubServer(max_model_len=32)
+    async with late.run():
+        port = int(late.url.rsplit(":", 1)[1])
+    async with first.run():
+        pool = ServerPool([late.url, first.url], 30, 100, look_every_s=0.02, unreachable_s=0.05, latecomers_s=0.05)
+        assert (await pool.open(1000)).max_model_len == 32
+        assert f"student-0 ({late.url}) does not answer yet" in caplog.text
+        await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+        assert len(first.requests) == 4 and pool.describe() == first.url
+        async with late.run(port):
+            await until(lambda: "server/student-0/concurrency_cap" in pool.gauges())
+            await asyncio.gather(*(one_turn(pool) for _ in range(4)))
+            assert (len(late.requests), len(first.requests)) == (2, 6)
+            await pool.close()
+
+
+async def test_a_run_does_not_begin_where_no_server_answers_or_one_refuses_the_key() -> None:
+    gone, first = StubServer(), StubServer()
+    async with gone.run():
+        pass
+    pool = ServerPool([gone.url], 30, 100)
+    with pytest.raises(ServerError, match="no answer from"):
+        await pool.open(0.01)
+    await pool.close()
+    async with gone.run(int(gone.url.rsplit(":", 1)[1])), first.run():
+        gone.locked = True
+        pool = ServerPool([first.url, gone.url], 30, 100, latecomers_s=20)
+        with pytest.raises(ServerError, match="refuses the key"):
+            await pool.open(20)
+        await pool.close()
+
+
+async def test_what_a_server_was_asked_that_no_longer_listens_is_asked_elsewhere_at_once() -> None:
+    """Even where its connections still stand, as those to a host that vanished do."""
+    gone, good = StubServer(), StubServer()
+    async with pool_of(gone, good, budget_s=1000) as (pool, retries):
+        gone.faults.append("hang")
+        turn = asyncio.create_task(one_turn(pool))
+        await until(lambda: len(gone.requests) == 1)
+        gone.mute = True  # so that looks at it come over new connections
+        await gone.stop_listening()
+        assert len((await turn).output_ids) == 3 and retries == ["timeout"] and len(good.requests) == 1
+
+
 async def test_a_new_server_gets_requests_and_one_that_is_taken_away_none() -> None:
     first, second = StubServer(), StubServer()
     async with second.run(), pool_of(first) as (pool, retries):

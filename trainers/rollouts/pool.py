@@ -6,6 +6,7 @@
 
     every few seconds, each server: /metrics ─▶ its cap;  a server that failed: /health and its weights ─▶ usable again
     trainer: `members` ─▶ new ones connected, those no longer listed left at once
+    `open`: whoever answers first is enough; the others join when they answer
 
 Invariants:
 - a conversation's turns stay on its server (prefix cache) as long as that server is usable;
@@ -40,6 +41,7 @@ UNREACHABLE_S = 30.0
 LOOK_EVERY_S = 3.0
 LOOK_AGAIN_S = 0.5  # at a server that is not usable
 LONGEST_PAUSE_S = 10.0
+LATECOMERS_S = 10.0  # after the first server answered, the others are waited for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class ServerPool:
         on_outage: called again and again while a request waits because no server is there.
         form: what every request asks for beside its own temperature, length and seed.
         unreachable_s: seconds without a server that is up with the right weights, after which the run's servers count as gone.
+        latecomers_s: seconds that `open` waits for other servers once one has answered.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ServerPool:
         first_pause_s: float = 0.5,
         unreachable_s: float = UNREACHABLE_S,
         look_every_s: float = LOOK_EVERY_S,
+        latecomers_s: float = LATECOMERS_S,
     ) -> None:
         self.changed = asyncio.Event()  # set when a rollout ended or the cap moved; whoever waits clears it
         self._servers = [
@@ -91,6 +95,7 @@ class ServerPool:
         self._budget_s, self._ceiling, self._form = budget_s, ceiling, form
         self._on_retry, self._on_outage = on_retry, on_outage
         self._first_pause_s, self._unreachable_s, self._look_every_s = first_pause_s, unreachable_s, look_every_s
+        self._latecomers_s = latecomers_s
         self._held: int | None = None  # the version asked for by the newest request, of adapters the newest asked for
         self._adapter: str | None = None  # which it is, where it is one
         self._last_error: str | None = None
@@ -98,23 +103,50 @@ class ServerPool:
         self._shortest = 1  # max_model_len that every server must have
         self._back = asyncio.Event()  # set when a server is usable again, or new
         self._looks: dict[StudentServer, asyncio.Task[None]] = {}
-        self._wanted: dict[str, str] = {}  # URL → name, as last told
+        self._wanted = {server.client.base_url: server.name for server in self._servers}  # URL → name, as last told
         self._joining: dict[str, asyncio.Task[None]] = {}  # by URL
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def open(self, wait_s: float) -> PoolFacts:
-        """Connect to every server, waiting up to `wait_s` for them, and begin to look at them.
+        """Connect to the servers, waiting up to `wait_s` for the first to answer, and begin to look at them.
+
+        Those that do not answer soon after the first one join when they do.
 
         Raises:
-            ServerError: one does not answer, or refuses the key.
+            ServerError: none answers, or one refuses the key.
         """
-        facts = await asyncio.gather(*(server.client.open(wait_s) for server in self._servers))
-        shortest = self._shortest = min(fact.max_model_len for fact in facts)
-        if len({fact.max_model_len for fact in facts}) > 1:
-            logger.warning("the servers' max_model_len differ, the least is used: %s", [fact.max_model_len for fact in facts])
-        for server, fact in zip(self._servers, facts, strict=True):
+        opening = {asyncio.create_task(server.client.open(wait_s)): server for server in self._servers}
+        try:
+            facts = await self._first_answers(opening)
+        finally:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+        for late in [server for server in self._servers if server not in facts]:
+            url = late.client.base_url
+            logger.warning("%s (%s) does not answer yet: the run begins without it", late.name, url)
+            self._servers.remove(late)
+            await late.client.close()
+            self._joining[url] = asyncio.create_task(self._join(late.name, url))
+        lengths = [fact.max_model_len for fact in facts.values()]
+        self._shortest = min(lengths)
+        if len(set(lengths)) > 1:
+            logger.warning("the servers' max_model_len differ, the least is used: %s", lengths)
+        for server, fact in facts.items():
             self._begin(server, fact)
-        return PoolFacts(shortest)
+        return PoolFacts(self._shortest)
+
+    async def _first_answers(self, opening: dict[asyncio.Task[ServerFacts], StudentServer]) -> dict[StudentServer, ServerFacts]:
+        """Of whoever answers before, and soon after, the first one."""
+        pending, limit_s = set(opening), None
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for task in done:
+                task.result()
+            limit_s = self._latecomers_s
+        return {server: task.result() for task, server in opening.items() if task not in pending}
 
     def _begin(self, server: StudentServer, facts: ServerFacts) -> None:
         server.cap = AdaptiveCap(self._ceiling, facts.load.kv_tokens if facts.load else None, self._shortest)
@@ -324,7 +356,10 @@ class ServerPool:
     async def _look_at(self, server: StudentServer) -> None:
         """Follow one server for as long as the pool is open."""
         while True:
-            await asyncio.sleep(self._look_every_s if server.usable else min(LOOK_AGAIN_S, self._look_every_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_every_s if server.usable else min(LOOK_AGAIN_S, self._look_every_s)):
+                    await server.doubted.wait()
+            server.doubted.clear()
             cap = self.cap
             try:
                 await self._look_once(server)
@@ -337,7 +372,9 @@ class ServerPool:
             except (ConnectionError, ValueError, KeyError, TypeError) as error:
                 logger.debug("%s: %r", server.name, error)
                 if isinstance(error, ConnectFailed):
+                    # Nobody listens there any more: what it was asked is not answered, even if its connection still stands.
                     server.failed("connection")
+                    server.abort_attempts()
             if self.cap != cap:
                 self.changed.set()
 
@@ -357,7 +394,7 @@ class ServerPool:
         elif server.old_weights is None or version is not None:
             logger.info("%s is back", server.name)
             server.old_weights = None
-        server.answered()
+        server.looked_well()
         if server.usable:
             self._back.set()
 

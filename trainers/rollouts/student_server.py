@@ -1,7 +1,7 @@
 """One server of a pool: its connections, its cap, and what is known of its state.
 
-A server is usable unless it is down (connections fail), rests (it answered several requests in a row with errors), holds old
-weights, or was removed.
+A server is usable unless it is down (a connection could not be made, or broke, and no look at it has succeeded since), rests (it
+answered several requests in a row with errors), holds old weights, or was removed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class StudentServer:
     old_since: float = 0.0
     removed: bool = False
     rests_until: float = 0.0
+    doubted: asyncio.Event = field(default_factory=asyncio.Event)  # it is to be looked at now
     _failures: int = 0  # in a row
     _unanswered: int = 0  # looks in a row
     _load: ServerLoad | None = None
@@ -98,18 +99,25 @@ class StudentServer:
     # State
 
     def answered(self) -> None:
-        """It does what it should."""
-        self.down_since, self.rests_until = None, 0.0
-        self._failures = self._unanswered = 0
+        """A request: it does what it should."""
+        self.looked_well()
+        self._failures, self.rests_until = 0, 0.0
+
+    def looked_well(self) -> None:
+        """A look found it up."""
+        self.down_since, self._unanswered = None, 0
 
     def failed(self, cause: str) -> None:
         """A request failed in a way that another server might not."""
         if cause == "connection":
-            self.down_since = self.down_since or time.monotonic()
-            return
-        self._failures += 1
-        if self._failures >= FAILURES_TO_REST:
-            self.rests_until = time.monotonic() + REST_S
+            self._failures, self.rests_until = 0, 0.0  # what comes back is another process
+        elif cause != "reset" or self.down_since is None:  # all that was on its way breaks at once
+            self._failures += 1
+            if self._failures >= FAILURES_TO_REST:
+                self.rests_until = time.monotonic() + REST_S
+        if cause in ("connection", "reset") and self.down_since is None:
+            self.down_since = time.monotonic()
+            self.doubted.set()
 
     def unanswered(self) -> bool:
         """A look at it got no answer. Whether that is so for good."""

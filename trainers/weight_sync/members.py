@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GATHER_EVERY_S = 0.5
 RETRY_S = 30.0
+LATECOMERS_S = 10.0  # at the start, the others are waited for so long once one server has answered
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class Members:
 
     def __init__(self, clients: Iterable[InferenceEngine]) -> None:
         self.all = [Member(client, f"student-{index}") for index, client in enumerate(clients)]
-        self.begun = False  # all of the first servers were there
+        self.begun = False  # one of the first servers was there, and the others had their time
 
     @property
     def inside(self) -> list[Member]:
@@ -91,36 +92,49 @@ class Members:
     ) -> list[Member]:
         """Take in whoever answers; returns who came. `look` raises `ServerError` for a server that is not there (yet).
 
-        At the first call every server must be there, later one of them: it is waited for. `refresh` brings `all` up to date.
+        One must be there, and is waited for. At the first call the others are given a moment more: who is not there then is
+        taken in like a new one, once it answers. `refresh` brings `all` up to date.
 
         Raises:
             ServerCapabilityError: one of the first servers cannot do what the run needs; a later one is refused.
-            ServerError: they are not there within `patience_s`.
+            ServerError: none is there within `patience_s`.
         """
         deadline = time.monotonic() + patience_s
+        begins_by = deadline
         came: list[Member] = []
         while True:
             refresh()
             outside = [member for member in self.all if member.facts is None and member.refused is None]
-            missing: ServerError | None = None
+            missing: dict[Member, ServerError] = {}
             for member, found in each(outside, lambda member: look(member.client)).items():
                 if isinstance(found, ServerCapabilityError):
                     if not self.begun:
                         raise found
                     self.refuse(member, found)
                 elif isinstance(found, ServerError):
-                    missing = found
+                    missing[member] = found
                 else:
+                    begins_by = min(begins_by, time.monotonic() + LATECOMERS_S)
                     self._enter(member, found)
                     came.append(member)
             came = [member for member in came if member in self.all]
-            if self.inside and (self.begun or missing is None):
-                self.begun = True
+            now = time.monotonic()
+            if self.inside and (self.begun or not missing or now >= begins_by):
+                self._begin_without(missing)
                 return came
-            if time.monotonic() >= deadline:
+            if now >= deadline:
                 urls = ", ".join(member.client.url for member in self.all)
-                raise ServerError(f"waited {patience_s:.0f} s for a student server ({urls}): {missing or 'none can be used'}")
+                why = next(iter(missing.values()), "none can be used")
+                raise ServerError(f"waited {patience_s:.0f} s for a student server ({urls}): {why}")
             time.sleep(GATHER_EVERY_S)
+
+    def _begin_without(self, missing: dict[Member, ServerError]) -> None:
+        if self.begun:
+            return
+        self.begun = True
+        for member, error in missing.items():
+            member.why, member.reported = str(error), True
+            logger.warning("%s is not there: the run begins without it, and takes it in once it answers", member.client.url)
 
     def _enter(self, member: Member, facts: ServerFacts) -> None:
         member.forget()

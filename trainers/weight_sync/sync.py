@@ -245,7 +245,9 @@ class ServerSync:
         )
 
     def _look(self, client: InferenceEngine) -> ServerFacts:
-        client.wait_healthy(HEALTH_TIMEOUT_S if self.members.begun else min(FIRST_TIMEOUT_S, self.config.vllm_server_timeout))
+        # Looked at again and again: one that is not there must not hold up a run that has others.
+        alone = not self.members.begun and len(self.members.all) == 1
+        client.wait_healthy(min(FIRST_TIMEOUT_S if alone else HEALTH_TIMEOUT_S, self.config.vllm_server_timeout))
         facts = client.facts()
         # A trainer that died in mid-sync may have left it paused.
         client.resume()
