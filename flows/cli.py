@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from flows.reproduce_cli import reproduce
+from flows.runs_cli import print_runs, runs
 from flows.servers_cli import servers
 from flows.text_table import print_table as _table
 
 if TYPE_CHECKING:
     from flows.config_file import LoadedConfig
-    from infra.registry import RunRow
 
 KINDS = click.Choice(["grpo", "sft"])
-STATUS = click.Choice(["pending", "running", "finished", "failed", "killed"], case_sensitive=False)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,61 +61,6 @@ def reap() -> None:
 
 
 @cli.group()
-def runs() -> None:
-    """Look at runs in the registry."""
-
-
-@runs.command("list")
-@click.option("--status", type=STATUS, help="Only runs of this status.")
-def list_runs(status: str | None) -> None:
-    """All runs, newest first."""
-    from infra.registry import Registry
-
-    rows = Registry().list_runs(status.upper() if status else None)  # type: ignore[arg-type]
-    _table([("NAME", "FLOW", "STATUS", "STEP", "CREATED", "CAUSE"), *(_run_line(row) for row in rows)])
-
-
-@runs.command()
-@click.argument("run")
-def show(run: str) -> None:
-    """One run: status, progress, attempts, checkpoints, servers."""
-    from infra.registry import Registry
-
-    registry = Registry()
-    row = registry.get_run(run)
-    facts = {
-        "name": row.name, "id": row.id, "flow": row.flow, "status": row.status,
-        "failure": row.failure_class, "cause": row.cause,
-        "folder": row.output_dir, "MLflow run": row.mlflow_run_id, "Prefect flow run": row.prefect_flow_run_id,
-    }  # fmt: skip
-    facts |= {f"progress {name}": value for name, value in row.progress.items()}
-    facts |= {f"stage {name}": value for name, value in row.stages.items()}
-    _table([(name, str(value)) for name, value in facts.items() if value is not None])
-    attempts = [
-        (
-            str(item.number),
-            item.status,
-            _text(item.resume_step),
-            _time(item.started_at),
-            _time(item.ended_at),
-            _first(item.cause),
-        )
-        for item in registry.list_attempts(row.id)
-    ]
-    if attempts:
-        click.echo()
-        _table([("ATTEMPT", "STATUS", "FROM STEP", "STARTED", "ENDED", "CAUSE"), *attempts])
-    checkpoints = [(str(item.step), _time(item.created_at), item.path) for item in registry.list_checkpoints(row.id)]
-    if checkpoints:
-        click.echo()
-        _table([("CHECKPOINT", "WRITTEN", "FOLDER"), *checkpoints])
-    servers = [(item.name, item.url, item.exit or "", _text(item.log_path)) for item in registry.list_servers(row.id)]
-    if servers:
-        click.echo()
-        _table([("SERVER", "ADDRESS", "ENDED", "LOG"), *servers])
-
-
-@cli.group()
 def config() -> None:
     """Look at configs."""
 
@@ -156,10 +100,10 @@ def status() -> None:
     from infra.registry import Registry
 
     _table(describe())
-    running = Registry().list_runs("RUNNING")
+    running = Registry().list_runs("RUNNING", light=True)
     if running:
         click.echo()
-        _table([("NAME", "FLOW", "STATUS", "STEP", "CREATED", "CAUSE"), *(_run_line(row) for row in running)])
+        print_runs(running)
 
 
 @cli.command()
@@ -195,6 +139,7 @@ def quickstart(seed: int) -> None:
     run_quickstart(seed)
 
 
+cli.add_command(runs)
 cli.add_command(servers)
 cli.add_command(reproduce)
 
@@ -207,42 +152,21 @@ def main() -> None:
         from sqlite3 import DatabaseError
 
         from infra.errors import InfraError
-        from infra.registry import RunExists, RunNotFound
+        from infra.registry import AlreadyThere, NotFound
         from trainers.errors import ConfigError, LoopwrightError
 
         if isinstance(error, DatabaseError):  # met when the registry is opened, before SQLAlchemy has it in hand
-            from infra.registry import default_url
+            from infra.registry import default_url, shown_url
 
-            error = InfraError(f"{default_url()} cannot be used: {error}")
-        if not isinstance(error, LoopwrightError | InfraError | RunNotFound | RunExists):
+            error = InfraError(f"{shown_url(default_url())} cannot be used: {error}")
+        if not isinstance(error, LoopwrightError | InfraError | NotFound | AlreadyThere):
             raise
         for line in str(error).splitlines():
             click.echo(f"error: {line}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError | RunNotFound) else 1)
+        sys.exit(2 if isinstance(error, ConfigError | NotFound) else 1)
 
 
 def _load(kind: str, path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
     from flows.config_file import load_config
 
     return load_config(kind, path, overrides)
-
-
-def _run_line(row: RunRow) -> tuple[str, ...]:
-    step = row.progress.get("step")
-    shown = "" if step is None else f"{step}/{row.progress.get('max_steps') or '?'}"
-    return row.name, row.flow, row.status, shown, _time(row.created_at), _first(row.cause)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _first(text: str | None) -> str:
-    """The first line, which says the cause; what follows is the end of a log."""
-    return text.splitlines()[0] if text else ""
-
-
-def _time(seconds: float | None) -> str:
-    from datetime import datetime
-
-    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from infra.migrations import bring_to_head
 from infra.registry_attempts import Attempts
-from infra.registry_core import URL_VARIABLE, RunExists, RunNotFound, default_url, shown_url
+from infra.registry_core import URL_VARIABLE, AlreadyThere, NotFound, RunExists, RunNotFound, default_url, shown_url
 from infra.registry_costs import Costs
 from infra.registry_leases import Leases
 from infra.registry_lineage import Lineage
@@ -32,11 +32,13 @@ from infra.registry_sweeps import SweepExists, SweepNotFound, Sweeps
 
 __all__ = [
     "URL_VARIABLE",
+    "AlreadyThere",
     "ArtefactRow",
     "AttemptRow",
     "CheckpointRow",
     "CostRow",
     "LeaseRow",
+    "NotFound",
     "Owner",
     "Registry",
     "RunExists",

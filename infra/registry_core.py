@@ -24,11 +24,19 @@ T = TypeVar("T")
 URL_VARIABLE = "LOOPWRIGHT_REGISTRY_URL"
 
 
-class RunExists(ValueError):
+class NotFound(ValueError):
+    """Something is asked for that the registry does not know."""
+
+
+class AlreadyThere(ValueError):
+    """A name is taken."""
+
+
+class RunExists(AlreadyThere):
     """A run of this name exists already."""
 
 
-class RunNotFound(ValueError):
+class RunNotFound(NotFound):
     """There is no run of this name or id."""
 
 

@@ -10,16 +10,16 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from infra.registry_core import RegistryCore, owner_columns, set_columns, shown_url
+from infra.registry_core import AlreadyThere, NotFound, RegistryCore, owner_columns, set_columns, shown_url
 from infra.registry_models import Owner, new_id
 from infra.registry_records import SweepRow, TrialRow
 
 
-class SweepExists(ValueError):
+class SweepExists(AlreadyThere):
     """A sweep of this name exists already."""
 
 
-class SweepNotFound(ValueError):
+class SweepNotFound(NotFound):
     """There is no sweep of this name or id."""
 
 

@@ -1,0 +1,122 @@
+"""What the registry knows of runs, as plain data: one run whole, or what tells two apart. No Prefect, MLflow or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.registry import ArtefactRow, Registry, RunRow
+
+ABSENT = "–"  # a value that one of two runs does not have
+_NAMES_ONLY = ("name",)  # what two runs never have in common, whatever they compute
+
+
+def summary(run: RunRow) -> dict[str, Any]:
+    """A run in a list; `run` may be a light row."""
+    return {
+        "name": run.name,
+        "id": run.id,
+        "flow": run.flow,
+        "status": run.status,
+        "failure_class": run.failure_class,
+        "cause": run.cause,
+        "tags": run.tags,
+        "config_hash": run.config_hash,
+        "parent_run_id": run.parent_run_id,
+        "mlflow_run_id": run.mlflow_run_id,
+        "prefect_flow_run_id": run.prefect_flow_run_id,
+        "output_dir": run.output_dir,
+        "progress": run.progress,
+        "created_at": run.created_at,
+        "updated_at": run.updated_at,
+    }
+
+
+def report(registry: Registry, run: RunRow) -> dict[str, Any]:
+    """Everything about one run, JSON-ready."""
+    parent = registry.find_run(run.parent_run_id) if run.parent_run_id else None
+    children = registry.list_runs(parent=run.id, light=True)
+    return {
+        **summary(run),
+        "traceback": run.traceback,
+        "config": run.config,
+        "stages": run.stages,
+        "attempts": [_columns(row) for row in registry.list_attempts(run.id)],
+        "checkpoints": [_columns(row) for row in registry.list_checkpoints(run.id)],
+        "servers": [_columns(row) for row in registry.list_servers(run.id)],
+        "costs": registry.costs(run.id),
+        "costs_by_attempt": [_columns(row) for row in registry.list_costs(run.id)],
+        "lineage": lineage(registry, run),
+        "parent_run": parent.name if parent else None,
+        "child_runs": [{"name": row.name, "id": row.id, "status": row.status} for row in reversed(children)],
+    }
+
+
+def lineage(registry: Registry, run: RunRow) -> dict[str, list[dict[str, Any]]]:
+    """`made`: the run's artefacts; `parents`: what they were made from; `children`: what others made from them."""
+    made = registry.list_artefacts(run.id)
+    own = {row.id for row in made}
+    names: dict[str, str] = {}
+
+    def shown(rows: Iterable[ArtefactRow]) -> list[dict[str, Any]]:
+        found = {row.id: row for row in rows if row.id not in own}
+        for row in found.values():
+            if row.run_id and row.run_id not in names:
+                other = registry.find_run(row.run_id)
+                names[row.run_id] = other.name if other else row.run_id
+        return [{**_columns(row), "run": names.get(row.run_id or "")} for row in found.values()]
+
+    return {
+        "parents": shown(parent for row in made for parent in registry.parents(row.id)),
+        "made": [_columns(row) for row in made],
+        "children": shown(child for row in made for child in registry.children(row.id)),
+    }
+
+
+def compare(registry: Registry, left: RunRow, right: RunRow, everything: bool = False) -> dict[str, dict[str, list[Any]]]:
+    """By section (`config`, `result`, `progress`, `costs`, `circumstances`) what differs: field → the two values.
+
+    Args:
+        everything: equal values too.
+    """
+    sections = {
+        "config": ({**left.config}, {**right.config}),
+        "result": (_result(left), _result(right)),
+        "progress": ({**left.progress}, {**right.progress}),
+        "costs": (registry.costs(left.id), registry.costs(right.id)),
+    }
+    found = {name: _differing(*pair, everything) for name, pair in sections.items()}
+    found["circumstances"] = _circumstances(left, right)
+    return found
+
+
+def _result(run: RunRow) -> dict[str, Any]:
+    stages = {name: value for stage in run.stages.values() for name, value in stage.items()}
+    return {"status": run.status, "failure_class": run.failure_class, **stages}
+
+
+def _differing(left: Mapping[str, Any], right: Mapping[str, Any], everything: bool) -> dict[str, list[Any]]:
+    from flows.config_file import leaves
+
+    hidden = () if everything else (*_NAMES_ONLY, "updated_at", "eta_s")
+    one, two = (dict(leaves({name: value for name, value in tree.items() if name not in hidden})) for tree in (left, right))
+    for tree in (one, two):
+        tree.pop("", None)  # of an empty tree
+    names = [*one, *(name for name in two if name not in one)]
+    pairs = {name: [one.get(name, ABSENT), two.get(name, ABSENT)] for name in names}
+    return {name: pair for name, pair in pairs.items() if everything or pair[0] != pair[1]}
+
+
+def _circumstances(left: RunRow, right: RunRow) -> dict[str, list[Any]]:
+    """Data, packages, code and machine, where both runs' folders still tell."""
+    from infra import provenance
+
+    facts = [provenance.read(Path(run.output_dir)) if run.output_dir else None for run in (left, right)]
+    if facts[0] is None or facts[1] is None:
+        return {}
+    return {one.what: [one.then, one.now] for one in provenance.differences(facts[0], facts[1])}
+
+
+def _columns(row: Any) -> dict[str, Any]:
+    return {column.key: getattr(row, column.key) for column in row.__table__.columns if column.key != "run_id"}
