@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from flows.config import RUN_CONFIGS, RunConfig, changed_fields, trainer_fields
 from infra.reaper import owner_alive
@@ -18,7 +22,7 @@ from infra.registry import Owner, Registry, RunExists, RunRow
 from trainers.errors import ConfigError
 
 # These rule how a run is attended to, not what it computes: they may change between attempts.
-_ATTENDANCE = ("retry", "limits", "report_to")
+_ATTENDANCE = ("retry", "limits", "report_to", "oom_retry")
 
 
 class RunRefused(ConfigError):
@@ -46,23 +50,41 @@ def check_startable(registry: Registry, config: RunConfig) -> RunRow | None:
     """The run that `config.name` would resume, None for a new one.
 
     Raises:
-        RunRefused: it is running or finished, or its config differs; or its folder has checkpoints of another config.
+        RunRefused: it is running or finished, or its config differs though it has a checkpoint; or its folder has checkpoints
+            of another config.
     """
     run = registry.find_run(config.name) if config.name else None
     if run is None:
         _check_folder(config)
         return None
-    if run.status == "RUNNING" and run.owner is not None and owner_alive(run.owner):
+    if run.owner is not None and owner_alive(run.owner):
         raise RunRefused(f"run {run.name!r} is running (process {run.owner.pid} on {run.owner.host}): choose another name")
-    differing = changed_fields(_compared(stored(config_of(run))), _compared(stored(config)))
-    if differing:
-        raise RunRefused(
-            f"run {run.name!r} exists with another config; these fields differ: {', '.join(differing)}. "
-            "Give the same values to resume it, or choose another name"
-        )
     if run.status == "FINISHED":
         raise RunRefused(f"run {run.name!r} is finished: choose another name")
+    differing = differing_fields(run, config)
+    if differing and has_checkpoint(registry, run):
+        raise RunRefused(
+            f"run {run.name!r} has checkpoints of another config; these fields differ: {', '.join(differing)}. "
+            "Give the same values to resume it, or choose another name"
+        )
+    if differing:
+        print(f"run {run.name} has no checkpoint yet: it starts anew with other values of {', '.join(differing)}", flush=True)
     return run
+
+
+def differing_fields(run: RunRow, config: RunConfig) -> list[str]:
+    """Fields in which `config` computes something else than what the run was started with."""
+    try:
+        before = stored(config_of(run))  # with the defaults of fields that came after it was stored
+    except ValidationError:
+        before = run.config
+    return changed_fields(_compared(before), _compared(stored(config)))
+
+
+def has_checkpoint(registry: Registry, run: RunRow) -> bool:
+    """Whether there is something to go on from, as far as the registry or the run's folder know."""
+    folder = Path(run.output_dir) if run.output_dir is not None else None
+    return bool(registry.list_checkpoints(run.id)) or (folder is not None and any(folder.glob("checkpoint-*/manifest.json")))
 
 
 def _check_folder(config: RunConfig) -> None:
@@ -95,6 +117,7 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         RunRefused: see `check_startable`; or another process was faster.
     """
     known = check_startable(registry, config)
+    anew = known is not None and bool(differing_fields(known, config))
     if known is None:
         folder = config.storage.folder() / str(config.name)
         try:
@@ -105,6 +128,8 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         row = known
     if not registry.claim_run(row.id, Owner.current(), owner_alive):
         raise RunRefused(f"run {row.name!r} was taken up by another process just now")
+    if anew:
+        _forget_first_start(registry, row, storage_folder=config.storage.folder())
     row = registry.update_run(
         row.id,
         status="RUNNING",
@@ -114,7 +139,18 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         prefect_flow_run_id=flow_run_id,
         config=stored(config),
     )
-    return row, known is not None
+    return row, known is not None and not anew
+
+
+def _forget_first_start(registry: Registry, run: RunRow, storage_folder: Path) -> None:
+    """A run that got nowhere is begun anew with a corrected config. MLflow's params are immutable, so what was tracked under
+    the first ones stays as it is, and the run gets another MLflow run."""
+    for stage in run.stages:
+        registry.set_stage(run.id, stage, None)
+    registry.update_run(run.id, mlflow_run_id=None, progress={}, output_dir=str(storage_folder / run.name))
+    tracked = Path(run.output_dir or "", "tracking")
+    if run.output_dir is not None and tracked.is_dir():
+        tracked.rename(tracked.with_name(f"tracking-until-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def stored(config: RunConfig) -> dict[str, Any]:

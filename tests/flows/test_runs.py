@@ -56,11 +56,35 @@ def test_a_running_run_of_another_machine_is_refused(registry: Registry, config:
         check_startable(registry, config())
 
 
-def test_another_config_is_refused_and_the_differing_fields_are_named(registry: Registry, config: Make) -> None:
+def test_another_config_is_refused_once_there_is_a_checkpoint_and_the_differing_fields_are_named(
+    registry: Registry, config: Make
+) -> None:
     run, _ = open_run(registry, config(), "train-grpo")
     registry.update_run(run.id, status="FAILED", owner=None)
+    registry.record_checkpoint(run.id, 5, "/somewhere/checkpoint-5")
     with pytest.raises(RunRefused, match=r"these fields differ: learning_rate, trainer\.ranks\."):
         check_startable(registry, config(learning_rate=0.5, trainer={"ranks": 2}))
+
+
+def test_a_run_without_a_checkpoint_starts_anew_with_a_corrected_config(registry: Registry, config: Make, capsys) -> None:
+    run, _ = open_run(registry, config(), "train-grpo")
+    registry.update_run(run.id, status="FAILED", owner=None, mlflow_run_id="first", progress={"step": 1})
+    registry.set_stage(run.id, "evaluate_before", {"accuracy_before": 0.5})
+    tracked = Path(str(run.output_dir), "tracking")
+    tracked.mkdir(parents=True)
+    again, resumed = open_run(registry, config(learning_rate=0.5), "train-grpo")
+    assert (again.id, resumed, again.mlflow_run_id, again.stages, again.progress) == (run.id, False, None, {}, {})
+    assert again.config["learning_rate"] == 0.5 and not tracked.exists()
+    assert "it starts anew with other values of learning_rate" in capsys.readouterr().out
+    registry.update_run(run.id, status="FAILED", owner=None)
+    assert open_run(registry, config(learning_rate=0.5), "train-grpo")[1]
+
+
+def test_a_run_that_its_flow_is_still_ending_is_refused(registry: Registry, config: Make) -> None:
+    run, _ = open_run(registry, config(), "train-grpo")
+    registry.update_run(run.id, status="KILLED")
+    with pytest.raises(RunRefused, match="is running"):
+        check_startable(registry, config())
 
 
 def test_a_finished_run_is_refused(registry: Registry, config: Make) -> None:
