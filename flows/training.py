@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from flows import provenance
+from flows import oom, provenance
 from flows.config import RetryConfig, RunConfig
+from flows.params import params_of
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.process import Supervised
@@ -124,6 +125,7 @@ class Outcome:
     failure: FailureClass | None = None
     cause: str = ""
     traceback: str | None = None
+    of_servers: bool = False  # they did not start: the trainer never did
 
 
 @dataclass
@@ -155,14 +157,39 @@ def train_to_the_end(job: TrainerJob) -> None:
         RunFailed: the retry policy is used up, or the wall clock.
     """
     policy = Policy(job.config.retry)
+    job.fields |= _oom_change(job) or {}
     while True:
         attempt = job.registry.start_attempt(job.run.id).number
         outcome = _attempt(job, attempt)
         if outcome.failure is None:
             job.registry.end_attempt(job.run.id, attempt, "FINISHED")
             return
+        change = _try_smaller(job, outcome)
         job.registry.end_attempt(job.run.id, attempt, "FAILED", outcome.failure, outcome.cause, outcome.traceback)
+        if change is not None:
+            job.registry.set_stage(job.run.id, oom.STAGE, change)
+            job.fields |= change
+            print(f"attempt {attempt} failed (memory): {outcome.cause}", flush=True)
+            continue
         policy.wait(outcome, f"attempt {attempt}", _time_left(job))
+
+
+def _oom_change(job: TrainerJob) -> dict[str, int] | None:
+    """What an earlier attempt made smaller because it ran out of memory."""
+    return job.registry.get_run(job.run.id).stages.get(oom.STAGE)
+
+
+def _try_smaller(job: TrainerJob, outcome: Outcome) -> dict[str, int] | None:
+    """What the next attempt is to make smaller, which the outcome's cause then says too; None: nothing."""
+    if outcome.failure != "memory" or outcome.of_servers or not job.config.oom_retry:
+        return None
+    if (done := _oom_change(job)) is not None:
+        outcome.cause += f"\noom_retry has been used: the attempt had {oom.describe(done)}"
+        return None
+    change = oom.smaller(job.fields, oom.longest_sequence(job.fields, job.servers.rows()))
+    told = "cannot halve the rows: set token_budget" if change is None else f"goes on once with {oom.describe(change)}"
+    outcome.cause += f"\noom_retry {told}"
+    return change
 
 
 def serve(servers: Servers, retry: RetryConfig) -> None:
@@ -258,7 +285,7 @@ def _started(job: TrainerJob, attempt: int) -> Outcome:
     try:
         job.servers.ensure()
     except (InfraError, LoopwrightError) as error:
-        return Outcome(failure_of(error), str(error))
+        return Outcome(failure_of(error), str(error), of_servers=True)
     provenance.record(job.registry, job.run.id, job.config, job.folder, attempt)
     log = job.folder / "logs" / f"trainer-{attempt}.log"
     lease = job.leases.lease_process(f"trainer of {job.run.name}", job.run.id)
@@ -333,11 +360,16 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
         "run": {
             "id": run.id,
             "name": run.name,
+            "flow": run.flow,
             "attempt": attempt,
+            "params": params_of(job.config),
             "tracking_uri": job.tracking_uri,
             "experiment": job.config.tracking.experiment,
             "mlflow_run_id": run.mlflow_run_id,
-            "tags": job.config.tags,
+            "tags": {
+                **job.config.tags,
+                **{f"loopwright.{name}": str(value) for name, value in (_oom_change(job) or {}).items()},
+            },
             "sweep": job.config.sweep and job.config.sweep.model_dump(),
         },
     }

@@ -121,12 +121,13 @@ class Tracker:
         params: dict[str, Any],
         dataset: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
         resume_step: int | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
         """Begin an attempt.
 
         Args:
-            params: the config, nested. The first attempt's becomes the params and `config.yaml`; since params are immutable, a
-                later one's is stored as `attempts/<n>/config.yaml` only.
+            params: what runs are compared by, nested or flat. They are immutable, so the first attempt's stay.
+            config: all of it: `config.yaml` of the first attempt, `attempts/<n>/config.yaml` of a later one. Default: `params`.
             dataset: one or several of `{"source": path or hub id, "digest": fingerprint, "name", "rows", "split", "context"}`.
             resume_step: step of the checkpoint the attempt goes on from; 0: from the beginning. Values logged by earlier
                 attempts for later steps are superseded. None: the attempt failed before it knew; nothing is superseded.
@@ -139,7 +140,7 @@ class Tracker:
             resume_step=resume_step,
             time_ms=_now_ms(),
             params=flatten(params) if attempt == 1 else {},
-            config=without_secrets(params),
+            config=without_secrets(params if config is None else config),
             datasets=datasets,
             tags=self._tags,
         )

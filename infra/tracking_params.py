@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -55,7 +56,8 @@ def flatten(config: dict[str, Any]) -> dict[str, str]:
             return
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         if len(text) > MAX_PARAM_CHARS:
-            text = f"({len(text)} characters: see config.yaml)"
+            digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]  # so that runs that differ look different
+            text = f"({len(text)} characters, sha256 {digest}: see config.yaml)"
         flat[re.sub(r"[^\w\-. /:]", "_", prefix)[:250]] = text
 
     visit("", without_secrets(config))

@@ -219,6 +219,7 @@ class Sender:
             "loopwright.attempt": str(attempt),
             "loopwright.resume_step": "" if record["resume_step"] is None else str(record["resume_step"]),
             "loopwright.cause": "",
+            "loopwright.failure_class": "",
         }
         backend.set_tags(run_id, {**record["tags"], **attempt_tags})
         config = yaml.safe_dump(json.loads(json.dumps(record["config"], default=str)), sort_keys=False, allow_unicode=True)

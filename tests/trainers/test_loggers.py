@@ -158,6 +158,8 @@ def test_wandb_gets_each_step_once_in_one_run_without_a_server(tmp_path: Path, m
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc, and nothing of the user's
     monkeypatch.setenv("WANDB_SILENT", "true")
     values = live(Life(tmp_path / "run", "wandb", run_id="abc", config={"model": "m"}))
+    # W&B's own process writes the last of it after `finish` has returned.
+    wait_until(lambda: 7 in [row.get("train/global_step") for row in wandb_rows(tmp_path / "run")[1]], what="the last step")
     ids, rows = wandb_rows(tmp_path / "run")
     assert ids == {"abc"} and len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 3
     curve = [(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row]
