@@ -243,6 +243,11 @@ class RunSettings(StrictModel):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
     retry: RetryConfig = Field(default_factory=RetryConfig, description="Resuming by itself.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Limits of the run.")
+    oom_retry: bool = Field(
+        default=False,
+        description="Out of memory: try again once with rows half as long and twice as many; sequences longer than those "
+        "are then dropped. Default false.",
+    )
 
     @classmethod
     def refusal(cls, name: str) -> str | None:

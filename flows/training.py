@@ -15,9 +15,12 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -27,6 +30,7 @@ from flows.config import RetryConfig, RunConfig
 from flows.params import params_of
 from infra.errors import InfraError
 from infra.leases import LeaseManager
+from infra.patience import plain
 from infra.process import Supervised
 from infra.redaction import redact
 from infra.registry import URL_VARIABLE, Registry, RunRow
@@ -36,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 PROGRESS_S = 2.0
+LAST_SHOW_S = 5.0
 MAX_BACKOFF_S = 300.0
 # The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot. Less than the 30 s after
 # which Prefect kills a flow run that it cancels: the flow still has to say how its run ended.
@@ -164,9 +169,8 @@ def train_to_the_end(job: TrainerJob) -> None:
         if outcome.failure is None:
             job.registry.end_attempt(job.run.id, attempt, "FINISHED")
             return
-        change = _try_smaller(job, outcome)
         job.registry.end_attempt(job.run.id, attempt, "FAILED", outcome.failure, outcome.cause, outcome.traceback)
-        if change is not None:
+        if (change := _try_smaller(job, attempt, outcome)) is not None:
             job.registry.set_stage(job.run.id, oom.STAGE, change)
             job.fields |= change
             print(f"attempt {attempt} failed (memory): {outcome.cause}", flush=True)
@@ -179,16 +183,20 @@ def _oom_change(job: TrainerJob) -> dict[str, int] | None:
     return job.registry.get_run(job.run.id).stages.get(oom.STAGE)
 
 
-def _try_smaller(job: TrainerJob, outcome: Outcome) -> dict[str, int] | None:
-    """What the next attempt is to make smaller, which the outcome's cause then says too; None: nothing."""
+def _try_smaller(job: TrainerJob, attempt: int, outcome: Outcome) -> dict[str, int] | None:
+    """What the next attempt is to make smaller, which the cause of this one then says too; None: nothing."""
     if outcome.failure != "memory" or outcome.of_servers or not job.config.oom_retry:
         return None
+    change = None
     if (done := _oom_change(job)) is not None:
-        outcome.cause += f"\noom_retry has been used: the attempt had {oom.describe(done)}"
-        return None
-    change = oom.smaller(job.fields, oom.longest_sequence(job.fields, job.servers.rows()))
-    told = "cannot halve the rows: set token_budget" if change is None else f"goes on once with {oom.describe(change)}"
-    outcome.cause += f"\noom_retry {told}"
+        told = f"oom_retry has been used: the attempt had {oom.describe(done)}"
+    else:
+        change = oom.smaller(job.fields, oom.longest_sequence(job.fields, job.servers.rows()))
+        told = "oom_retry cannot halve the rows: set token_budget"
+        if change is not None:
+            told = f"oom_retry goes on once with {oom.describe(change)}"
+    outcome.cause += f"\n{told}"
+    job.registry.add_to_cause(job.run.id, attempt, told)
     return change
 
 
@@ -267,7 +275,7 @@ def _note_end(job: TrainerJob, attempt: int, error: BaseException) -> None:
         if isinstance(error, Exception):
             job.registry.end_attempt(job.run.id, attempt, "FAILED", failure_of(error), describe(error))
         else:
-            job.registry.end_attempt(job.run.id, attempt, "KILLED", cause=stopped_by(error))
+            plain(job.registry).end_attempt(job.run.id, attempt, "KILLED", cause=stopped_by(error))  # no time to wait
     except Exception as trouble:  # whatever a database's driver raises; what ended the flow must not be lost over it
         logger.warning("the registry could not be told how attempt %d ended: %s", attempt, trouble)
 
@@ -303,26 +311,41 @@ def _started(job: TrainerJob, attempt: int) -> Outcome:
 
 
 def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
-    shown = time.monotonic()
-    while trainer.poll() is None:
-        time.sleep(POLL_S)
-        if gone := job.servers.tend():
-            trainer.stop(SERVER_GONE_GRACE_S)
-            return Outcome("infrastructure", gone)
-        if _time_left(job) <= 0:
-            trainer.stop()
-            return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")
-        if time.monotonic() - shown >= PROGRESS_S:
-            shown = time.monotonic()
-            _show(job)
-    _show(job)
+    with _showing(job):
+        while trainer.poll() is None:
+            time.sleep(POLL_S)
+            if gone := job.servers.tend():
+                trainer.stop(SERVER_GONE_GRACE_S)
+                return Outcome("infrastructure", gone)
+            if _time_left(job) <= 0:
+                trainer.stop()
+                return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")
     return _exit_outcome(job, attempt, trainer)
+
+
+@contextmanager
+def _showing(job: TrainerJob) -> Iterator[None]:
+    """Progress is shown meanwhile, from a thread: a registry or Prefect that hangs must not keep the flow from its watch."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(PROGRESS_S):
+            _show(job)
+        _show(job)
+
+    thread = threading.Thread(target=copy_context().run, args=(show,), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(LAST_SHOW_S)
 
 
 def _show(job: TrainerJob) -> None:
     """A registry that is out of reach costs a look at the progress, not the training."""
     try:
-        job.on_progress(job.registry.get_run(job.run.id).progress)
+        job.on_progress(plain(job.registry).get_run(job.run.id).progress)
     except Exception as error:  # whatever a database's driver raises
         logger.warning("progress of %s is not shown: %s: %s", job.run.name, type(error).__name__, error)
 

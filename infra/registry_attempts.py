@@ -52,6 +52,13 @@ class Attempts(RegistryCore):
                 row.ended_at = time.time()
         return row
 
+    def add_to_cause(self, run_id: str, number: int, line: str) -> None:
+        """What the flow made of a failure, below the trainer's own account of it."""
+        with self._write() as session:
+            self._locked_run(session, run_id)
+            if (row := session.get(AttemptRow, (run_id, number))) is not None:
+                row.cause = f"{row.cause}\n{line}" if row.cause else line
+
     def set_resume_step(self, run_id: str, number: int, step: int) -> None:
         """The trainer tells which checkpoint an attempt went on from."""
         with self._write() as session:

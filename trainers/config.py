@@ -21,6 +21,7 @@ __all__ = [
     "SECTIONS",
     "AsyncTrainerConfig",
     "CallableSpec",
+    "CollapseConfig",
     "DatasetConfig",
     "EvalConfig",
     "GRPOConfig",
@@ -94,6 +95,22 @@ class EvalConfig(StrictModel):
     def _patience_has_evaluations(self) -> EvalConfig:
         if self.patience is not None and not self.every:
             raise ValueError("patience counts evaluations during training: set `every` to the steps between two of them")
+        return self
+
+
+class CollapseConfig(StrictModel):
+    """When a falling reward ends the run as diverged: it was at least `above`, and then below `below` for `steps` steps."""
+
+    above: float = Field(description="Mean reward that the run must have reached before the rule counts.")
+    below: float = Field(description="Mean reward under which a step counts as collapsed; at most `above`.")
+    steps: int = Field(default=50, ge=1, description="Steps in a row below it that end the run. Default 50.")
+
+    @model_validator(mode="after")
+    def _below_is_lower(self) -> CollapseConfig:
+        if self.below > self.above:
+            raise ValueError(
+                f"below={self.below:g} is more than above={self.above:g}: a reward that was reached must be left again"
+            )
         return self
 
 
@@ -334,6 +351,9 @@ class GRPOConfig(AsyncTrainerConfig):
         description="Reward functions, by import path; at least one, unless an environment or `loop_cls` gives the rewards.",
     )
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function. None: all 1.")
+    reward_collapse: CollapseConfig | None = Field(
+        None, description="End the run as diverged when the reward falls for good. Default none: never."
+    )
     num_generations: int = Field(8, ge=2, description="Rollouts per prompt (the group). Default 8.")
     tools: list[CallableSpec] = Field(
         default_factory=list,

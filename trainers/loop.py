@@ -9,7 +9,7 @@ Invariants the loop keeps:
 - every rank runs a backward for every micro-batch, an empty row included;
 - everything only rank 0 can do goes through `Ranks.rank_zero`: its failure reaches every rank, and none waits for it in vain;
 - a step is `committed` after its optimizer step and before its weights are sent; a checkpoint holds the committed steps only;
-- not finite loss or gradient ends the run before the optimizer sees it.
+- not finite loss or gradient ends the run before the optimizer sees it; a collapsed reward before the next checkpoint.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trainers.algorithms import Algorithm, LossInputs
 from trainers.batch import PackedBatch
 from trainers.callbacks import Callbacks, MetricSink, Patience, PrintSink
 from trainers.checkpoint import Checkpointer
+from trainers.collapse import collapsed
 from trainers.completions_table import print_completions
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks
@@ -54,7 +55,7 @@ class Work:
 
     rows: list[PackedRow]  # this rank's row of each micro-batch
     totals: StepTotals
-    epoch: float | None
+    epoch: float  # passes over the prompts, this step's among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +199,7 @@ class TrainLoop:
             return "data"
         self.callbacks.fire("on_step_begin")
         norm = self._train(work)
-        state.global_step = index
-        state.epoch = work.epoch if work.epoch is not None else state.epoch
+        state.global_step, state.epoch = index, work.epoch
         state.num_input_tokens_seen += work.totals.forwarded_tokens
         if self.ranks.is_main:
             self.source.committed(index)
@@ -224,7 +224,7 @@ class TrainLoop:
         """This rank's part of step `index`, and on rank 0 what is said of it; asks for the step after it."""
         head: StepHead | None = None
 
-        def hand_over() -> tuple[StepTotals, float | None] | Literal["servers"] | None:
+        def hand_over() -> tuple[StepTotals | None, float] | Literal["servers"]:
             nonlocal head
             while not self.source.ready(index, self.version, LOOK_EVERY_S):
                 # Without a server that holds the weights there would never be a step.
@@ -232,19 +232,22 @@ class TrainLoop:
                     return "servers"
             head = self.source.next_step(index, self.version)
             if head is None:
-                return None
+                return None, self.source.passes
             assert head.index == index, f"asked for step {index}, got {head.index}"
             if not 0 <= self.config.max_steps <= index:
                 every = getattr(self.config, "weight_sync_steps", 1)
                 self.source.request_step(index + 1, self.version + (1 if self.weight_sync and index % every == 0 else 0))
-            epoch = head.metrics.get("epoch")
-            return head.totals, epoch[0] / epoch[1] if epoch else None
+            return head.totals, self.source.passes
 
         while (told := self.ranks.rank_zero(hand_over)) == "servers":
             assert self.weight_sync is not None, "servers without a weight sync"
             self.weight_sync.admit(self.policy, self.version)
             self._announce()
-        return (None, None) if told is None else (Work(self._rows.fetch(index), *told), head)
+        totals, passes = told
+        if totals is None:
+            self.callbacks.state.epoch = passes  # with what was dropped after the last step
+            return None, None
+        return Work(self._rows.fetch(index), totals, passes), head
 
     def _train(self, work: Work) -> float:
         """Gradients of the whole step and the optimizer's step; returns the gradient norm before clipping.
@@ -350,6 +353,10 @@ class TrainLoop:
                 print_completions(self._completions, sys.stdout)
                 self._completions = []
         self.callbacks.fire("on_log", logs=dict(values))
+        if (rule := getattr(self.config, "reward_collapse", None)) is not None:
+            why = collapsed(state.log_history, rule)
+            if self.ranks.any(why is not None)[0]:  # only rank 0 knows of rewards
+                raise DivergenceError(why or "rank 0: the reward collapsed")
 
     def _drain_bag(self) -> dict[str, float]:
         values = self.bag.values()

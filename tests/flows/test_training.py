@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from flows import oom
 from flows.config import GRPORunConfig, RetryConfig
 from flows.runs import open_run
 from flows.training import NoServers, RunFailed, TrainerJob, backoff_s, serve, train_to_the_end
@@ -146,6 +147,46 @@ def test_a_failure_of_the_users_code_fails_at_once_with_the_trainers_own_account
         train_to_the_end(made)
     assert (caught.value.failure, caught.value.traceback) == ("user", "Traceback: here")
     assert attempts(made) == [("FAILED", "user", "KeyError: answer")]
+
+
+def test_out_of_memory_is_tried_once_with_half_the_rows_where_it_is_asked_for(job: Make) -> None:
+    memory = "fail('memory', 'out of memory: 80 GiB')"
+    small = (
+        "assert (config['token_budget'], config['gradient_accumulation_steps']) == (512, 2); "
+        "assert run['tags']['loopwright.token_budget'] == '512'"
+    )
+    made = job(memory, small, oom_retry=True)
+    made.fields |= {"token_budget": 1024}
+    train_to_the_end(made)
+    first = made.registry.list_attempts(made.run.id)[0]
+    assert str(first.cause).splitlines() == [
+        "out of memory: 80 GiB",
+        "oom_retry goes on once with token_budget=512, gradient_accumulation_steps=2",
+    ]
+    assert [row[:2] for row in attempts(made)] == [("FAILED", "memory"), ("FINISHED", None)]
+
+
+def test_the_second_time_memory_is_a_failure_also_for_a_run_that_is_resumed(job: Make) -> None:
+    memory = "fail('memory', 'out of memory')"
+    made = job(memory, memory, memory, oom_retry=True)
+    made.fields |= {"token_budget": 0, "per_device_train_batch_size": 8}
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="oom_retry has been used: the attempt had per_device_train_batch_size=4"):
+            train_to_the_end(made)
+    assert len(attempts(made)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest", "change"),
+    [
+        ({"token_budget": None, "max_length": 64}, 64, {"token_budget": 32, "gradient_accumulation_steps": 2}),
+        ({"token_budget": None, "gradient_accumulation_steps": 3}, 100, {"token_budget": 50, "gradient_accumulation_steps": 6}),
+        ({"token_budget": None}, None, None),
+        ({"token_budget": -1, "per_device_train_batch_size": 1}, 64, None),
+    ],
+)
+def test_what_is_made_smaller(fields: dict[str, Any], longest: int | None, change: dict[str, int] | None) -> None:
+    assert oom.smaller(fields, longest) == change
 
 
 def test_a_trainer_that_tells_nothing_is_judged_by_its_log(job: Make) -> None:

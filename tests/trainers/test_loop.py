@@ -330,3 +330,20 @@ def test_peaks_by_device_name():
     assert perf.peak_flops("NVIDIA H200", torch.bfloat16) == pytest.approx(989.4e12)
     assert perf.peak_flops("NVIDIA H200", torch.float32) is None
     assert perf.peak_flops("Some Future GPU", torch.bfloat16) is None
+
+
+def test_a_collapsed_reward_ends_the_run_as_diverged_with_its_checkpoints(tmp_path) -> None:
+    sink = Sink()
+    loop = make_loop(tmp_path, sink=sink, max_steps=8, save_steps=2, reward_collapse={"above": 0.5, "below": 0.4, "steps": 2})
+    rewards = iter([0.2, 0.8, 0.3, 0.3, 0.3])
+    account = loop._account
+
+    def with_reward(*args) -> None:
+        account(*args)
+        loop.bag.add("reward", next(rewards))
+
+    loop._account = with_reward  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match=r"below 0\.4 for 2 steps, since step 3; it was 0\.8 at step 2"):
+        loop.run()
+    assert [event[1] for event in sink.events if event[0] == "checkpoint"] == [2]
+    assert sorted(sink.metrics) == [1, 2, 3, 4]
