@@ -6,11 +6,13 @@ Nothing here may end a run: with Prefect out of reach a message goes to the log 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -18,8 +20,10 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.settings import PREFECT_API_URL
 
 log = logging.getLogger(__name__)
+PATIENCE_S = 24 * 3600.0
 
 
 def quietly(action: Callable[[], Any], whom: str = "Prefect") -> Any:
@@ -31,13 +35,32 @@ def quietly(action: Callable[[], Any], whom: str = "Prefect") -> Any:
         return None
 
 
-def mlflow_link(page: str | None, uri: str, run_id: str) -> None:
-    """A link to the MLflow run; without a server to link to, where it is stored."""
+def wait_for_prefect(patience_s: float = PATIENCE_S) -> None:
+    """Returns when Prefect's server answers. A flow's last state that cannot be reported is lost, and what the worker or the
+    reaper say instead is a guess; so a flow that has ended waits for the server."""
+    url = PREFECT_API_URL.value()
+    began, pause = time.monotonic(), 0.5
+    while url is not None and not _answers(url) and time.monotonic() - began < patience_s:
+        if pause == 0.5:
+            log.warning("Prefect at %s is out of reach; the flow has ended and waits to tell it so", url)
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code < 500
+    except httpx.HTTPError:
+        return False
+
+
+def mlflow_link(page: str | None, uri: str, run_id: str) -> bool:
+    """A link to the MLflow run; without a server to link to, where it is stored. False: Prefect did not take it."""
     if page is None:
         text = f"MLflow run `{run_id}` in `{uri}`; `loopwright up` serves the store of the Loopwright home."
-        markdown("mlflow-run", text, "MLflow run")
-    else:
-        quietly(lambda: create_link_artifact(key="mlflow-run", link=page, link_text="MLflow run", description="Metrics"))
+        return markdown("mlflow-run", text, "MLflow run")
+    made = quietly(lambda: create_link_artifact(key="mlflow-run", link=page, link_text="MLflow run", description="Metrics"))
+    return made is not None
 
 
 def checkpoint_link(path: str, step: int) -> None:
@@ -45,12 +68,13 @@ def checkpoint_link(path: str, step: int) -> None:
     quietly(lambda: create_link_artifact(key="checkpoint", link=url, link_text=text, description=path))
 
 
-def servers_table(rows: list[dict[str, Any]]) -> None:
-    quietly(lambda: create_table_artifact(key="servers", table=rows, description="vLLM servers of this run"))
+def servers_table(rows: list[dict[str, Any]]) -> bool:
+    made = quietly(lambda: create_table_artifact(key="servers", table=rows, description="vLLM servers of this run"))
+    return made is not None
 
 
-def markdown(key: str, text: str, description: str) -> None:
-    quietly(lambda: create_markdown_artifact(key=key, markdown=text, description=description))
+def markdown(key: str, text: str, description: str) -> bool:
+    return quietly(lambda: create_markdown_artifact(key=key, markdown=text, description=description)) is not None
 
 
 class Progress:
@@ -66,12 +90,13 @@ class Progress:
         percent = round(min(100.0 * step / steps, 100.0), 1) if steps > 0 else 0.0
         if self._shown == (percent, text := describe(progress)):
             return
-        self._shown = (percent, text)
         if self._id is None:
-            self._id = quietly(lambda: create_progress_artifact(progress=percent, key="progress", description=text))
+            done = self._id = quietly(lambda: create_progress_artifact(progress=percent, key="progress", description=text))
         else:
             artifact = self._id
-            quietly(lambda: update_progress_artifact(artifact_id=artifact, progress=percent, description=text))
+            done = quietly(lambda: (update_progress_artifact(artifact_id=artifact, progress=percent, description=text), True))
+        if done is not None:
+            self._shown = (percent, text)
 
 
 def describe(progress: dict[str, Any]) -> str:

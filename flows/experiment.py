@@ -17,6 +17,7 @@ from flows import artifacts
 from flows.config import RunConfig, trainer_fields
 from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
 from infra.leases import GpuLease, LeaseManager, visible_gpus
+from infra.patience import plain
 from infra.redaction import redact
 from infra.registry import Registry, RunRow
 from infra.tracking import default_uri, end_run
@@ -84,16 +85,22 @@ class Experiment:
         self.progress.show(progress)
         self.show_servers()
         if not self._mlflow_linked:
-            run_id = self.registry.get_run(self.run.id).mlflow_run_id
+            run_id = plain(self.registry).get_run(self.run.id).mlflow_run_id
             if run_id is not None:
-                self._mlflow_linked = True
-                artifacts.mlflow_link(mlflow_page(self.tracking_uri, run_id), self.tracking_uri, run_id)
+                page = mlflow_page(self.tracking_uri, run_id)
+                self._mlflow_linked = artifacts.mlflow_link(page, self.tracking_uri, run_id)
 
     def show_servers(self) -> None:
         """The table of servers, if it has changed."""
-        if (rows := self.servers.rows()) and rows != self._servers_shown:
+        if (rows := self.servers.rows()) and rows != self._servers_shown and artifacts.servers_table(rows):
             self._servers_shown = rows
-            artifacts.servers_table(rows)
+
+    def show_end(self, trained: dict[str, Any] | None) -> None:
+        """What Prefect could not take while it was away, and the checkpoint. Waits until Prefect is there."""
+        artifacts.wait_for_prefect()
+        artifacts.quietly(lambda: self.show(self.registry.get_run(self.run.id).progress))
+        if trained is not None:
+            artifacts.checkpoint_link(trained["checkpoint"], trained["step"])
 
     def finish(self) -> None:
         """FINISHED, in registry and MLflow."""
@@ -111,7 +118,7 @@ class Experiment:
 
     def kill(self, cause: str) -> None:
         """KILLED: a user or Prefect stopped it."""
-        self.registry.update_run(self.run.id, status="KILLED", cause=cause)
+        plain(self.registry).update_run(self.run.id, status="KILLED", cause=cause)  # no time to wait for a database
         self._end_mlflow("KILLED", cause, None)
 
     def _end_mlflow(self, status: Any, cause: str | None, failure: str | None) -> None:

@@ -27,6 +27,7 @@ from flows.runs import named, open_run
 from flows.students import Students
 from flows.training import RunFailed, stopped_by, train_to_the_end
 from flows.training import serve as start_servers
+from infra.patience import patient, plain
 from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
 from infra.tracking import register_model
@@ -59,7 +60,6 @@ def train(experiment: Experiment) -> dict[str, Any]:
     if not checkpoints:
         raise RunFailed("infrastructure", "the trainer finished without a checkpoint")
     last = checkpoints[-1]
-    artifacts.checkpoint_link(last.path, last.step)
     return {"step": last.step, "checkpoint": last.path}
 
 
@@ -91,8 +91,8 @@ def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
     """The body of a training flow: its result, or a Failed state whose message begins with the cause."""
     protect_references(config.model_dump(mode="json"))
     redact_logs()
-    registry = Registry()
-    print(reap_all(registry))
+    registry = patient(Registry())
+    print(reap_all(plain(registry)))
     flow_run_id = str(flow_run.id)
     try:
         config = named(registry, config, flow_run_id, str(flow_run.name))
@@ -102,10 +102,18 @@ def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
         return Failed(message=str(error), data=error)
     experiment = Experiment(registry, config, run)
     print(f"run {run.name} {'goes on' if resumed else 'starts'} in {run.output_dir}")
+    ended = _to_the_end(experiment)
+    experiment.show_end(experiment.stage("train"))
+    if isinstance(ended, dict):
+        artifacts.markdown("result", _summary(experiment, ended), f"Result of {run.name}")
+    return ended
+
+
+def _to_the_end(experiment: Experiment) -> dict[str, Any] | State:
+    """All stages, and how they ended in registry and MLflow; everything the run held is released."""
     try:
         result = _stages(experiment)
         experiment.finish()
-        artifacts.markdown("result", _summary(experiment, result), f"Result of {run.name}")
         return result
     except Exception as error:
         return Failed(message=experiment.fail(error), data=error)

@@ -21,8 +21,10 @@ from typing import Any
 
 import httpx
 
+from flows.sweep_reaping import reap_sweeps
 from infra.reaper import owner_alive, reap
 from infra.registry import Owner, Registry, RunRow
+from infra.registry_records import SweepRow
 
 log = logging.getLogger(__name__)
 _UNFINISHED = ["RUNNING", "CANCELLING"]
@@ -37,7 +39,7 @@ def reap_all(registry: Registry | None = None) -> str:
     report = reap(registry)
     for name, status in report.runs.items():
         _end_mlflow(registry.get_run(name), status)
-    parts = [str(report)]
+    parts = [str(report), *(f"sweep {name}: FAILED" for name in reap_sweeps(registry))]
     if (url := prefect_url()) is not None:
         try:
             with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
@@ -73,8 +75,8 @@ def _seconds(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-def _nobody_will_end(run: RunRow) -> bool:
-    """Whether the run is over and its flow can no longer tell Prefect so."""
+def _nobody_will_end(run: RunRow | SweepRow) -> bool:
+    """Whether the run or sweep is over and its flow can no longer tell Prefect so."""
     if run.status in ("RUNNING", "PENDING"):
         return False
     if run.owner is not None:
@@ -90,7 +92,8 @@ def _lost(run: RunRow) -> bool:
 
 def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
     """Set Prefect flow runs of runs that have ended, or whose process is gone, to Crashed (Cancelled); their ids."""
-    done = {run.prefect_flow_run_id: run for run in registry.list_runs() if run.prefect_flow_run_id and _nobody_will_end(run)}
+    rows = [*registry.list_runs(), *registry.list_sweeps()]
+    done = {row.prefect_flow_run_id: row for row in rows if row.prefect_flow_run_id and _nobody_will_end(row)}
     ended = []
     query = {"flow_runs": {"state": {"type": {"any_": _UNFINISHED}}}, "limit": 200}
     for flow_run in client.post("/flow_runs/filter", json=query).raise_for_status().json():
@@ -99,6 +102,8 @@ def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
         if run is None or _seconds(flow_run["state"]["timestamp"]) > run.updated_at:
             continue
         kind = "CANCELLED" if flow_run["state"]["type"] in _CANCELLED else "CRASHED"
+        if run.status == "FINISHED":  # Prefect was away when its flow had that to say
+            kind = "COMPLETED"
         message = run.cause or f"the run is {run.status}"
         _set_state(client, flow_run["id"], {"type": kind, "name": kind.capitalize(), "message": message})
         ended.append(flow_run["id"])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from infra.patience import open_patiently, out_of_reach, patient, patiently
 from trainers.config import TrainerConfig, TrainerConfigUnion
 from trainers.errors import CheckpointError, ConfigError, LoopwrightError, full_traceback
 from trainers.metrics import spec_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STOPPED = 143
+CLOSE_S = 600.0  # for what the registry is still to be told when training has ended, if its database is away
 
 
 def read_config(fields: dict[str, Any]) -> TrainerConfig:
@@ -69,13 +71,14 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 
 class RegistryWriter:
-    """Writes to the registry from a thread of its own; a database out of reach costs a warning, never a step."""
+    """Writes to the registry from a thread of its own, in order; while the database is out of reach, all of it waits."""
 
     def __init__(self, registry: Any, run_id: str) -> None:
         self.registry, self.run_id = registry, run_id
         self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._progress: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._gave_up = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="registry", daemon=True)
         self._thread.start()
 
@@ -90,19 +93,29 @@ class RegistryWriter:
     def submit(self, work: Callable[[], Any]) -> None:
         self._work.put(work)
 
-    def close(self, timeout_s: float = 20.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Wait until all is written. What is not by then the flow finds out for itself: checkpoints from the run's folder."""
         self._work.put(None)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("registry: out of reach for %.0f s; the run's last progress is not in it", timeout_s)
+            self._gave_up.set()
 
     def _write_progress(self) -> None:
         with self._lock:
             values, self._progress = self._progress, {}
-        self.registry.progress(self.run_id, values)
+        try:
+            self.registry.progress(self.run_id, values)
+        except Exception as error:
+            if out_of_reach(error):  # written again, with what has come since
+                with self._lock:
+                    self._progress = {**values, **self._progress}
+            raise
 
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._work.get()) is not None and not self._gave_up.is_set():
             try:
-                work()
+                patiently(work, what="registry", wait=self._gave_up.wait)
             except Exception as error:
                 logger.warning("registry: %s: %s", type(error).__name__, str(error).splitlines()[0])
 
@@ -180,8 +193,15 @@ class RunSink:
         self.writer.submit(lambda: self._note_checkpoint(step, Path(path).absolute()))
 
     def resumed(self, step: int, path: Path) -> None:
-        """The run goes on from here; on another machine it is another folder than the registry knows."""
-        self.writer.submit(lambda: self.writer.registry.update_checkpoint(self.writer.run_id, step, path=str(path.absolute())))
+        """The run goes on from here; on another machine it is another folder than the registry knows. A trainer that was killed
+        between a checkpoint and its row left none."""
+        self.writer.submit(lambda: self._note_resumed(step, path.absolute()))
+
+    def _note_resumed(self, step: int, path: Path) -> None:
+        if any(row.step == step for row in self.writer.registry.list_checkpoints(self.writer.run_id)):
+            self.writer.registry.update_checkpoint(self.writer.run_id, step, path=str(path))
+        else:
+            self._note_checkpoint(step, path)
 
     def storage_event(self, event: dict[str, Any]) -> None:
         """What the mirror says: see `infra.storage.mirror`."""
@@ -217,12 +237,11 @@ class Reporting:
         self.sink: RunSink | None = None
 
     def open(self, config: TrainerConfig) -> RunSink:
-        from infra.registry import Registry
         from infra.tracking import Tracker
         from infra.tracking_tags import attempt_tags
 
         run = self.run
-        self.writer = RegistryWriter(Registry(), run["id"])
+        self.writer = RegistryWriter(open_patiently(CLOSE_S), run["id"])
         self.tracker = Tracker(
             config.output_dir,
             run.get("tracking_uri"),
@@ -249,10 +268,8 @@ class Reporting:
             return
         cause, text = redact(cause), redact(full_traceback(error))
         try:
-            from infra.registry import Registry
-
             run = self.run
-            Registry().end_attempt(run["id"], run["attempt"], "FAILED", failure, cause, text)
+            patient(open_patiently(CLOSE_S), CLOSE_S).end_attempt(run["id"], run["attempt"], "FAILED", failure, cause, text)
         except Exception as trouble:
             logger.warning("the registry could not be told how the run ended: %s", trouble)
         self.close("FAILED", cause, failure)
