@@ -11,6 +11,7 @@ import click
 from flows.reproduce_cli import reproduce
 from flows.runs_cli import print_runs, runs
 from flows.servers_cli import servers
+from flows.sweep_cli import sweep
 from flows.text_table import print_table as _table
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def quickstart(seed: int) -> None:
 
 cli.add_command(runs)
 cli.add_command(servers)
+cli.add_command(sweep)
 cli.add_command(reproduce)
 
 

@@ -33,6 +33,7 @@ _NAMESPACES = {
     "sample": "Training samples",
     "batch": "Batches",
     "perf": "Time and speed",
+    "sweep": "Sweeps (of the parent run; the step is how many trials have finished)",
 }
 _REDUCTIONS = {
     "mean": "Σ numerator / Σ denominator over the log window and all ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -25,20 +26,33 @@ def launch(config: RunConfig) -> dict[str, Any]:
         config = config.model_copy(update={"name": new_name(config.type)})
     check_startable(Registry(), config)
     preflight(config)  # again in the flow; here it saves the user the wait for Prefect
-    with prefect_api.api() as url:
+
+    def flow() -> Any:
         from flows.grpo import train_grpo
         from flows.sft import train_sft
 
-        click.echo(f"run {config.name}; Prefect at {url.removesuffix('/api')}")
+        return train_grpo if isinstance(config, GRPORunConfig) else train_sft
+
+    return run_flow("run", flow, config)
+
+
+def run_flow(what: str, load: Callable[[], Any], config: Any) -> dict[str, Any]:
+    """Run a flow whose only parameter is `config` in this process, under the config's name; its result, which is printed.
+
+    `load` imports it, once it is known which API Prefect talks to.
+
+    Raises:
+        LoopwrightError: it was refused or failed.
+    """
+    with prefect_api.api() as url:
+        flow = load()
+        click.echo(f"{what} {config.name}; Prefect at {url.removesuffix('/api')}")
         try:
-            if isinstance(config, GRPORunConfig):
-                result = train_grpo.with_options(flow_run_name=config.name)(config)
-            else:
-                result = train_sft.with_options(flow_run_name=config.name)(config)
+            result = flow.with_options(flow_run_name=config.name)(config)
         except LoopwrightError:
             raise
         except Exception as error:
-            raise RunFailed("user", f"run {config.name} failed: {describe(error)}") from error
+            raise RunFailed("user", f"{what} {config.name} failed: {describe(error)}") from error
         finally:
             _flush_logs()
     assert isinstance(result, dict), result

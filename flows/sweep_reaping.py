@@ -1,0 +1,47 @@
+"""Sweeps whose process is gone: FAILED in registry and MLflow, as runs are. Their trials are runs, and reaped as such."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from infra.home import home
+from infra.reaper import owner_alive
+from infra.registry import Owner, Registry
+from infra.registry_records import SweepRow
+
+log = logging.getLogger(__name__)
+
+
+def sweep_folder(name: str) -> Path:
+    """Logs and configs of the trials' processes, the report, what waits for MLflow."""
+    return home() / "sweeps" / name
+
+
+def reap_sweeps(registry: Registry) -> list[str]:
+    """Names of the sweeps that became FAILED."""
+    reaped = []
+    for row in registry.list_sweeps():
+        dead = row.owner
+        if row.status != "RUNNING" or dead is None or owner_alive(dead):
+            continue
+        if not registry.claim_sweep(row.id, Owner.current(), owner_alive):
+            continue  # resumed in between
+        cause = f"the sweep's process {dead.pid} on {dead.host} is gone: killed, or the machine was restarted"
+        # The dead owner stays in the row, as in a run's: it tells a sweep that was lost from one that was given up.
+        row = registry.update_sweep(row.id, status="FAILED", cause=cause, owner=dead)
+        _end_mlflow(row)
+        reaped.append(row.name)
+    return reaped
+
+
+def _end_mlflow(row: SweepRow) -> None:
+    folder = sweep_folder(row.name)
+    if not (folder / "tracking").is_dir():
+        return  # it never tracked anything
+    from infra.tracking import end_run
+
+    try:
+        end_run(folder, "FAILED", row.cause, "infrastructure", timeout_s=10.0)
+    except Exception as error:
+        log.warning("MLflow run of sweep %s could not be ended: %s", row.name, error)
