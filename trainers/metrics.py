@@ -148,6 +148,13 @@ CATALOG: dict[str, MetricSpec] = {
             ("perf/weight_probe_abs_diff", "nats", "max", "largest logprob difference between trainer and server on the probe"),
         ],
     ),
+    **_specs(
+        ("sweep",),
+        [
+            ("sweep/value", "that of the metric", "last", "what a finished trial is judged by"),
+            ("sweep/best", "that of the metric", "last", "best of the trials that have finished"),
+        ],
+    ),
 }
 
 _PLACEHOLDER = re.compile(r"<\w+>")
