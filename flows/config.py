@@ -28,8 +28,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
 
 
 def http_address(url: str | None) -> str | None:
+    if url is not None and url.startswith("name:") and _NAME.match(url.removeprefix("name:")):
+        return url
     if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError("a server's address starts with http:// or https://")
+        raise ValueError("a server's address starts with http:// or https://, or is name:X for a server that is kept by a name")
     return plain_url(url) if url else url
 
 
@@ -98,7 +100,9 @@ class StudentsConfig(ServerConfig):
     """The servers of the policy that is trained: `count` alike ones started for the run, or those at `url`."""
 
     url: str | list[str] | None = Field(  # type: ignore[assignment]
-        default=None, description="Base URL of a server already up, or a list of several. Default none: the run starts its own."
+        default=None,
+        description="Base URL of a server already up, name:X for one kept by a name, or a list of several. Default none: the "
+        "run starts its own.",
     )
     count: int = Field(default=1, ge=1, description="Servers to start, each with GPUs and a port of its own. Default 1.")
 

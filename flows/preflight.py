@@ -18,7 +18,6 @@ from flows.convert import resolve_model
 from trainers.config import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
-from trainers.roster import plain_url
 from trainers.training_arguments import missing_logger
 
 
@@ -144,13 +143,15 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
         if python is not None and shutil.which(python) is None:
             yield f"{name}.python: there is no program {python}"
         return
+    from flows.named_servers import address_of
     from flows.student import needs
     from infra.errors import InfraError
     from infra.vllm import lacking, probe
 
-    for url in map(plain_url, map(resolve, server.urls)):
+    for given in server.urls:
         try:
-            missing = lacking(probe(url, os.environ.get(server.api_key_env)), needs(config))
+            url, key = address_of(given, server)
+            missing = lacking(probe(url, key), needs(config))
         except InfraError as error:
             yield f"{name}.url: {_first_line(error)}"
             continue

@@ -1,4 +1,4 @@
-"""`loopwright servers`: the student servers of a run that trains, from another shell."""
+"""`loopwright servers`: the student servers of a run that trains, from another shell, and those that are kept by a name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ PROBE_S = 150.0  # a server given by its address is asked what it can do, which 
 
 @click.group()
 def servers() -> None:
-    """Look at the student servers of a running experiment, add some, take some away."""
+    """Look at servers kept by a name, and at those of a running experiment; add some to it, take some away."""
 
 
 @servers.command("list")
-@click.argument("run")
-def list_servers(run: str) -> None:
-    """Servers of RUN (name or id): whether they answer, and the policy version that the trainer gave them last."""
+@click.argument("run", required=False)
+def list_servers(run: str | None) -> None:
+    """Servers of RUN (name or id): whether they answer, and the policy version that the trainer gave them last. Without RUN:
+    those that are kept by a name (`loopwright serve`, flow `serve`), which runs name by `servers.student.url=name:X`."""
+    if run is None:
+        _list_kept()
+        return
     from flows.server_health import answers
     from flows.text_table import print_table
     from trainers.roster import read_servers, read_serving
@@ -35,6 +39,22 @@ def list_servers(run: str) -> None:
         version = "" if known is None or known.version is None else str(known.version)
         why = "not with the trainer yet" if known is None else known.why
         rows.append((listed.name, listed.url, "up" if answers(listed.url) else "no answer", version, why))
+    print_table(rows)
+
+
+def _list_kept() -> None:
+    from datetime import datetime
+
+    from flows.server_health import answers
+    from flows.text_table import print_table
+    from infra.registry import Registry
+    from infra.server_names import kept
+
+    rows = [("NAME", "ADDRESS", "HEALTH", "HOST", "SINCE", "MODEL")]
+    for row in kept(Registry()):
+        since = f"{datetime.fromtimestamp(row.started_at):%Y-%m-%d %H:%M:%S}"
+        health = "up" if answers(row.url) else "no answer"
+        rows.append((row.name, row.url, health, row.host, since, row.details.get("model", "")))
     print_table(rows)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from flows.config import GRPORunConfig
 from flows.fleet import UNHEALTHY_S, Fleet, Place
+from flows.named_servers import addresses_of
 from flows.server_health import Pulse
 from flows.server_requests import Request, Requests
 from flows.student import Student, needs
@@ -27,7 +28,6 @@ from infra.leases import LeaseManager
 from infra.registry import Registry, RunRow
 from infra.vllm import lacking, probe
 from trainers.errors import LoopwrightError, ServerCapabilityError
-from trainers.references import resolve
 from trainers.roster import Listed, plain_url, read_serving, write_servers
 
 
@@ -52,11 +52,12 @@ class Students:
         assert run.output_dir is not None, run.id
         self._config, self._folder = config, Path(run.output_dir)
         given = config.servers.student
-        self._key = os.environ.get(given.api_key_env) or ("" if given.urls else secrets.token_urlsafe(32))
+        urls, key = addresses_of(given.urls, given, registry)
+        self._key = key or os.environ.get(given.api_key_env) or ("" if given.urls else secrets.token_urlsafe(32))
         self._check = check or self._check_able
         self._numbers = 0
         self._given: dict[str, Listed] = {}  # by URL
-        for url in map(plain_url, map(resolve, given.urls)):
+        for url in urls:
             self._given[url] = Listed(self._next_name(), url)
         make = make or (lambda name: Student(config, run, registry, leases, name, self._key))
         self._fleet = Fleet(lambda: make(self._next_name()), config.retry.replace_servers, config.retry.backoff_s)

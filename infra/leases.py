@@ -120,6 +120,15 @@ class LeaseManager:
         self._hold(lease)
         return lease
 
+    def lease_name(self, kind: str, name: str) -> Lease | None:
+        """A name that one process of this machine may have; None: another has it."""
+        row = self.registry.insert_lease(kind, name, self.owner, self.ttl_s)
+        if row is None:
+            return None
+        lease = Lease(row.id, kind, row.resource)
+        self._hold(lease)
+        return lease
+
     def release(self, lease: Lease | GpuLease) -> None:
         """Free the row, and the socket of a port. Stop the processes first. Releasing twice is harmless."""
         for one in lease.leases if isinstance(lease, GpuLease) else [lease]:

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.registry import Registry
+from infra.server_names import PREFIX, NameTaken, holding, key_for, record
 from infra.vllm import ServerSpec, start_server
 
 
@@ -22,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("model", help="folder of a model, or a hub id")
     serve.add_argument("--port", type=_port, help="port to listen on (default: a free one)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--name", default="serve", help="names the log folder (default: serve)")
+    serve.add_argument(
+        "--name", help="by which runs find it, and its log folder (default: serve, or serve-PID if that is taken)"
+    )
     serve.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
     serve.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over (default: 1)")
     serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     spec = ServerSpec(
         model=options.model,
-        name=options.name,
+        name=options.name or "serve",
         python=options.python,
         device=options.device,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -56,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     try:
-        return _serve(spec, options)
+        try:
+            return _serve(spec, options)
+        except NameTaken:
+            if options.name is not None:
+                raise
+            return _serve(replace(spec, name=f"serve-{os.getpid()}"), options)
     except KeyboardInterrupt:
         return 0
     except InfraError as error:
@@ -65,19 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(spec: ServerSpec, options: argparse.Namespace) -> int:
-    given = os.environ.get("VLLM_API_KEY")
-    with LeaseManager(Registry()) as leases:
+    registry = Registry()
+    with LeaseManager(registry) as leases, holding(leases, spec.name):
+        key, where_key = key_for(spec.name)
         gpus = leases.lease_gpus(spec.tensor_parallel_size if spec.resolved_device == "cuda" else 0)
         port = leases.lease_port(port=options.port, host=options.host)
-        server = start_server(spec, port, gpus.devices, key=given)
+        server = start_server(spec, port, gpus.devices, key=key)
+        row = record(registry, server, port.id, where_key)
         try:
             print(f"log: {server.log_path}", flush=True)
-            if not given:
+            if where_key != "environment":
                 print(f"export VLLM_API_KEY={server.api_key}", flush=True)
             server.wait_ready(on_progress=lambda line: print(line, flush=True))
-            print(f"ready at {server.url} (Ctrl-C ends it)", flush=True)
+            print(f"ready at {server.url} (for runs: servers.student.url={PREFIX}{spec.name}; Ctrl-C ends it)", flush=True)
             code = server.process.wait()
             print(f"the server ended: {server.describe_exit()}\n{server.process.log_tail(10)}", file=sys.stderr)
             return 1 if code else 0
         finally:
             server.stop()
+            registry.end_server(row.id, server.describe_exit())
