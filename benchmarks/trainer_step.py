@@ -81,7 +81,7 @@ class MemorySource:
         logprobs = np.where(mask, -np.log(self.vocab), 0).astype(np.float32)
         versions = np.where(mask, 0, -1).astype(np.int32)
         samples = [
-            Sample(f"0:{i}", tokens.astype(np.int32), mask, logprobs, (-1.0) ** i, 0, 0, versions)
+            Sample(f"0:{i}", tokens.astype(np.int32), mask, logprobs, (-1.0) ** i, 0, versions)
             for i, tokens in enumerate(rng.integers(0, self.vocab, (count, len(mask))))
         ]
         ids = iter(range(count))

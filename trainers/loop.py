@@ -196,6 +196,8 @@ class TrainLoop:
         with self.timer.host("rollout_wait"):
             work, head = self._next_work(index)
         if work is None:
+            if self.ranks.is_main:
+                self._pass_on_rollouts(state.global_step)  # those that finished after the last step was planned
             return "data"
         self.callbacks.fire("on_step_begin")
         norm = self._train(work)
@@ -330,10 +332,13 @@ class TrainLoop:
             bag.add("perf/peak_memory_bytes", torch.cuda.max_memory_allocated())
         held_back = step.metrics.get("rollout/backpressure_s", (0.0, 1.0))[0]
         self.sink.bottleneck(step.index, perf.bottleneck(seconds, times.get("rollout_wait", 0.0), held_back))
+        self._pass_on_rollouts(step.index)
+
+    def _pass_on_rollouts(self, step: int) -> None:
         rows = self.source.drain_rollouts()
         self._completions = [row for row in rows if "trace" not in row] or self._completions
         if kept := [row for row in rows if "trace" in row]:
-            self.sink.rollouts(step.index, kept)
+            self.sink.rollouts(step, kept)
 
     def _log(self) -> None:
         pairs = self.window.reduce()

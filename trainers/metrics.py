@@ -38,7 +38,7 @@ CATALOG: dict[str, MetricSpec] = {
             ("grad_norm", "1", "last", "global gradient norm before clipping"),
             ("learning_rate", "1", "last", "learning rate of the step"),
             ("num_tokens", "tokens", "total", "tokens forwarded since the run's start"),
-            ("epoch", "epochs", "last", "passes over the prompts, prompts done / prompts"),
+            ("epoch", "epochs", "last", "passes over the prompts, prompts done / prompts, this step's among them"),
             ("entropy", "nats", "mean", "entropy of the policy at trained positions"),
             ("batch/forwarded_tokens_per_step", "tokens", "sum", "tokens forwarded in the step, all ranks"),
             ("batch/trained_tokens_per_step", "tokens", "sum", "loss terms in the step, all ranks"),
@@ -215,9 +215,6 @@ class MetricBag:
     def merge(self, other: dict[str, tuple[float, float]]) -> None:
         for name, (numerator, denominator) in other.items():
             self.add(name, numerator, denominator)
-
-    def pairs(self) -> dict[str, tuple[float, float]]:
-        return dict(self._values)
 
     def drain(self) -> dict[str, tuple[float, float]]:
         """Pairs since the last drain; starts anew."""

@@ -157,7 +157,7 @@ def probe_row(tokens: np.ndarray) -> PackedRow:
     """One sequence whose every token but the first is a loss term; advantages and sampler logprobs 0."""
     mask = np.arange(len(tokens)) > 0
     versions = np.where(mask, 0, -1).astype(np.int32)
-    return pack_row([Sample("probe", tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), 0.0, 0, 0, versions)])
+    return pack_row([Sample("probe", tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), 0.0, 0, versions)])
 
 
 @torch.no_grad()

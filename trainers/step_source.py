@@ -21,6 +21,7 @@ from trainers.types import PackedRow, StepHead
 
 STATE_FILE = "rollout_state.json"
 BUFFER_FILE = "rollout_buffer.npz"
+KEPT_FILE = "rollouts_kept.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class StepSource(Protocol):
         """Wait for step `index` (asking for it if `request_step` did not). None: the data is finished, now and for good."""
         ...
 
+    passes: float
+    """Passes over the prompts once every step handed over is trained, as of the last `next_step`."""
+
     def fetch(self, index: int, rank: int) -> list[PackedRow]:
         """The rows of a rank in a step that was handed over and is not committed, one per micro-batch."""
         ...
@@ -94,7 +98,8 @@ class StepSource(Protocol):
         ...
 
     def snapshot(self, directory: Path) -> dict[str, Any]:
-        """Write `rollout_state.json` and, if asked for, `rollout_buffer.npz` into `directory`; returns the state as written."""
+        """Write `rollout_state.json` and, if asked for, `rollout_buffer.npz` into `directory`; returns the state as written.
+        What `drain_rollouts` gave with steps that are not committed is written too, and given again after a resume."""
         ...
 
     def drain_rollouts(self) -> list[dict[str, Any]]:

@@ -139,7 +139,6 @@ class Sample:
     sampler_logprobs: np.ndarray  # float32 [L]; 0 off the mask
     advantage: float  # 0 for recorded (SFT) rows
     version_min: int  # policy version of the oldest trained token
-    version_max: int
     versions: np.ndarray  # int32 [L], the policy version that sampled each trained token; -1 off the mask
     queued_at: float = 0.0  # monotonic seconds, set when it enters the queue
     metrics: dict[str, float] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from trainers.config import GRPOConfig
 from trainers.data import PromptBuilder, Rows
 from trainers.metrics import MetricBag
 from trainers.rollouts.engine import StepEngine
+from trainers.rollouts.reconcile import reconcile
 from trainers.rollouts.source import Dropped
 from trainers.streams import Stream
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
@@ -115,7 +116,8 @@ class FakeSource:
             turn = TurnRecord(
                 prompt.token_ids, ids, np.full(length, -0.5, np.float32), [VersionSpan(0, length, version)], "stop"
             )
-            rollouts.append(Rollout(prompt, [turn], [{"role": "assistant", "content": "x"}], reward=reward))
+            said = [{"role": "assistant", "content": "x"}]
+            rollouts.append(Rollout(prompt, [turn], said, reward=reward, reconciled=reconcile([turn], 1024)))
         group = RolloutGroup(prompt, rollouts)
         values = group.rewards
         group.advantages = (values - values.mean()).astype(np.float32)

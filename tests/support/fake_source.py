@@ -25,7 +25,7 @@ def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest:
         logprobs = np.where(mask, -np.log(vocab) + rng.normal(0, 0.3, length), 0).astype(np.float32)
         tokens = rng.integers(0, vocab, length).astype(np.int32)
         versions = np.where(mask, 0, -1).astype(np.int32)
-        sample = Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, 0, versions)
+        sample = Sample(f"0:{step}.{i}", tokens, mask, logprobs, float(rng.normal()), 0, versions)
         sample.top_ids = np.stack([tops.permutation(vocab)[:top_k] for _ in range(mask.sum())]).astype(np.int32)
         spread = tops.normal(0, 0.3, sample.top_ids.shape)
         sample.top_logprobs = -np.sort(np.log(vocab) + spread, 1).astype(np.float32)
@@ -60,6 +60,7 @@ class FakeSource:
     open_request: int | None = None
     not_ready: int = 0  # how often `ready` says no before it says yes for good
     rows_address: str | None = None
+    passes: float = 0.0
     held: dict[int, Step] = field(default_factory=dict)
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
@@ -87,7 +88,9 @@ class FakeSource:
 
             raise RolloutProcessDied("killed by SIGKILL")
         if index > self.steps:
+            self.passes = 1.0
             return None
+        self.passes = index / 10
         samples = make_samples(self.seed, index, self.samples_per_step, self.vocab)
         step = pack_step(index, spread(len(samples), self.micro, self.ranks), samples, {"epoch": (index, 10.0)})
         self.held[index] = step

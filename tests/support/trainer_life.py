@@ -10,8 +10,9 @@ from typing import Any
 
 from tests.support.fake_engine import FakeSource, fake_engine, settle
 from trainers.data import Rows
+from trainers.errors import DatasetError
 from trainers.rollouts.engine import StepEngine
-from trainers.rollouts.snapshot import write_snapshot
+from trainers.rollouts.snapshot import Snapshot, write_snapshot
 from trainers.streams import Stream
 
 
@@ -71,7 +72,11 @@ class Trainer:
             self.request = asyncio.create_task(self.engine.step(self.index + 1, self.version))
         await self.settle()
         if self.request is not None and self.request.done():
-            self.step = self.request.result()
+            try:
+                self.step = self.request.result()
+            except DatasetError as error:
+                # So ends a run whose groups were all dropped.
+                assert "nothing was trained" in str(error) and not any(self.trained), error
             self.request = None
             self.done = self.step is None
 
@@ -88,9 +93,9 @@ class Trainer:
         self.sync()
 
     def save(self) -> dict[str, Any]:
-        state, arrays = self.engine.snapshot()
+        state, arrays, kept = self.engine.snapshot()
         folder = self.folder / str(len(self.saves))
-        write_snapshot(folder, json.loads(json.dumps(state)), arrays)
+        write_snapshot(folder, Snapshot(json.loads(json.dumps(state)), arrays, kept))
         self.saves.append(Saved(folder, self.version, tuple(tuple(names) for names in self.trained)))
         return state
 

@@ -28,7 +28,6 @@ def samples(draw: st.DrawFn) -> Sample:
         sampler_logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
         advantage=draw(st.floats(-3, 3)),
         version_min=int(versions[mask].min()),
-        version_max=int(versions[mask].max()),
         versions=versions,
         metrics=draw(st.sampled_from([{}, {"turns": 2.0}])),
     )

@@ -27,6 +27,7 @@ from trainers.packing import pack_row
 from trainers.policy_losses import Bounds, centered_loss
 from trainers.rollouts.answers import read_answer
 from trainers.rollouts.protocol import SamplingForm, request_body
+from trainers.rollouts.reconcile import reconcile
 from trainers.types import Prompt, Rollout, TurnRecord
 
 VOCABULARY, LENGTH, TOP_K = 12, 12, 3
@@ -128,7 +129,11 @@ def test_from_the_answer_to_the_heads_probabilities() -> None:
     narrow = narrow_turn()
     wide = read_answer(SamplingForm(top_logprobs=TOP_K), bodies()["wide", "generate", True, TOP_K + 1][1], PROMPT, 3)
     prompt = Prompt(0, 0, [], {}, PROMPT)
-    samples = [sample for turn in (narrow, wide) for sample in rollout_samples(Rollout(prompt, [turn]), 1.0)]
+    samples = [
+        sample
+        for turn in (narrow, wide)
+        for sample in rollout_samples(Rollout(prompt, [turn], reconciled=reconcile([turn], 1024)), 1.0)
+    ]
     batch = PackedBatch.from_row(pack_row(samples), torch.device("cpu"), torch.float64)
     assert batch.candidates is not None and batch.top_ids.shape == (2 + LENGTH, TOP_K)
     generator = torch.Generator().manual_seed(0)
@@ -201,7 +206,9 @@ def test_the_trainers_probabilities_are_the_real_servers(vllm_server: Any) -> No
     limited.candidate_ids = limited.top_ids[limited.top_ids >= 0]
     limited.candidate_counts = np.full(len(limited.top_ids), 4, np.int32)
     prompt = Prompt(0, 0, [], {}, PROMPT)
-    samples = [sample for turn in turns for sample in rollout_samples(Rollout(prompt, [turn]), 1.0)]
+    samples = [
+        sample for turn in turns for sample in rollout_samples(Rollout(prompt, [turn], reconciled=reconcile([turn], 1024)), 1.0)
+    ]
     cpu = torch.device("cpu")
     attention.install(cpu, torch.float32, log=False)
     config = GRPOConfig(model=str(vllm_server.model_dir), dataset={"path": "d"}, temperature=0.8)  # type: ignore[arg-type]

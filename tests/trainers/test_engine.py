@@ -56,6 +56,43 @@ async def test_a_resumed_run_trains_the_same_steps(tmp_path: Path) -> None:
     await trainer.engine.close()
 
 
+async def test_the_passes_told_with_a_step_count_what_it_trains_and_at_the_end_all_that_was_dropped(tmp_path: Path) -> None:
+    """Steps of two samples, groups of two: a step is a prompt. It is asked for before the one before it is committed."""
+    config = fake_config(per_device_train_batch_size=2, shuffle=False, queue_maxsize=8)
+    source = FakeSource()
+    engine = fake_engine(config, source, fake_rows(4))
+    engine.synced(0)
+    await settle()
+    for _ in range(3):
+        source.finish(0)
+    source.finish(0, rewards=[1.0, 1.0])  # dropped: its rewards do not differ
+    await settle()
+    for index in (1, 2, 3):
+        step = await engine.step(index, index - 1)
+        assert step is not None
+        # The dropped one was done before the first step was planned.
+        assert engine.passes == pytest.approx((index + 1) / 4) and step.metrics["epoch"] == (engine.passes, 1.0)
+        if index > 1:
+            engine.committed(index - 1)
+    assert engine.passes == 1.0 and engine.ledger.passes() == 0.75
+    engine.committed(3)
+    assert await engine.step(4, 3) is None and engine.passes == engine.ledger.passes() == 1.0
+    await engine.close()
+
+
+async def test_a_step_that_trains_half_a_group_does_not_count_its_prompt() -> None:
+    config = fake_config(per_device_train_batch_size=1, shuffle=False)
+    source = FakeSource()
+    engine = fake_engine(config, source, fake_rows(2))
+    engine.synced(0)
+    await settle()
+    source.finish(0)
+    await settle()
+    assert await engine.step(1, 0) is not None and engine.passes == 0.0
+    assert await engine.step(2, 1) is not None and engine.passes == 0.5
+    await engine.close()
+
+
 async def test_stale_samples_are_dropped_at_planning_and_do_not_pin_the_resume_position(tmp_path: Path) -> None:
     trainer = Trainer(fake_config(max_staleness=1, per_device_train_batch_size=2, shuffle=False), fake_rows(12), tmp_path)
     await settle()

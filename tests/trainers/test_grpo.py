@@ -13,6 +13,7 @@ import torch
 from trainers.algorithms import LossInputs
 from trainers.algorithms.grpo import GRPO
 from trainers.config import GRPOConfig
+from trainers.rollouts.reconcile import reconcile
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 NAN = float("nan")
@@ -20,6 +21,11 @@ NAN = float("nan")
 
 def config(**fields: Any) -> GRPOConfig:
     return GRPOConfig(model="m", dataset={"path": "d.jsonl"}, **fields)  # type: ignore[arg-type]
+
+
+def reconciled(rollout: Rollout) -> Rollout:
+    rollout.reconciled = reconcile(rollout.turns, 1024)
+    return rollout
 
 
 def group(rewards: list[float], outputs: int = 3) -> RolloutGroup:
@@ -31,7 +37,7 @@ def group(rewards: list[float], outputs: int = 3) -> RolloutGroup:
         [VersionSpan(0, 1, 2), VersionSpan(1, outputs, 3)],
         "stop",
     )
-    return RolloutGroup(prompt, [Rollout(prompt, [turn], reward=reward) for reward in rewards])
+    return RolloutGroup(prompt, [reconciled(Rollout(prompt, [turn], reward=reward)) for reward in rewards])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def test_samples_carry_mask_logprobs_advantage_and_version_span():
     assert first.token_ids.tolist() == [5, 9, 0, 1, 2]
     assert first.loss_mask.tolist() == [False, False, True, True, True]
     np.testing.assert_allclose(first.sampler_logprobs, [0, 0, -0.5, -0.5, -0.5])
-    assert (first.advantage, second.advantage, first.version_min, first.version_max, first.group) == (1.0, -1.0, 2, 3, "0:4")
+    assert (first.advantage, second.advantage, first.version_min, first.group) == (1.0, -1.0, 2, "0:4")
 
 
 def test_an_empty_completion_gives_no_sample():
@@ -82,6 +88,7 @@ def test_turns_that_continue_make_one_sample_and_a_rewritten_prompt_forks():
 
     made = group([1.0])
     made.rollouts[0].turns = [turn([1], [2, 3]), turn([1, 2, 3, 4], [5]), turn([1, 9], [6])]
+    reconciled(made.rollouts[0])
     made.advantages = np.ones(1, np.float32)
     samples = GRPO(config()).samples(made)
     assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 4, 5], [1, 9, 6]]

@@ -157,8 +157,7 @@ async def test_every_nth_rollout_of_the_run_is_kept_counting_on_over_a_resume(tm
     kept = engine.drain_rows()
     assert [(row["row"], row["reward"]) for row in kept] == [(0, 0.0), (1, 1.0)] and all("trace" in row for row in kept)
     engine.committed(1)
-    state, arrays = engine.snapshot()
-    write_snapshot(tmp_path / "s", state, arrays)
+    write_snapshot(tmp_path / "s", engine.snapshot())
     await engine.close()
 
     source = FakeSource()
@@ -170,6 +169,34 @@ async def test_every_nth_rollout_of_the_run_is_kept_counting_on_over_a_resume(tm
     await request
     kept = engine.drain_rows()
     assert [(row["row"], row["outcome"]) for row in kept] == [(3, "zero_variance"), (4, "kept")]
+    await engine.close()
+
+
+async def test_what_was_kept_and_went_with_no_committed_step_is_sent_again_after_a_kill(tmp_path: Any) -> None:
+    config = fake_config(keep_rollout_every=1, per_device_train_batch_size=2, shuffle=False, max_steps=100)
+    source = FakeSource()
+    engine = fake_engine(config, source, fake_rows(8))
+    engine.synced(0)
+    await settle()
+    source.finish(0)
+    await settle()
+    assert await engine.step(1, 0) is not None and [row["row"] for row in engine.drain_rows()] == [0, 0]
+    source.finish(0)
+    await settle()
+    assert await engine.step(2, 1) is not None and [row["row"] for row in engine.drain_rows()] == [1, 1]  # asked for ahead
+    source.finish(0, rewards=[1.0, 1.0])  # and this one goes with no step yet
+    await settle()
+    engine.committed(1)
+    write_snapshot(tmp_path / "s", engine.snapshot())
+    await engine.close()
+
+    engine = fake_engine(config, FakeSource(), fake_rows(8), resume=tmp_path / "s", version=1, step=1)
+    engine.synced(1)
+    await settle()
+    assert await engine.step(2, 1) is not None  # from the buffer
+    assert [(row["row"], row["outcome"]) for row in engine.drain_rows()] == [(1, "kept")] * 2 + [(2, "zero_variance")] * 2
+    engine.committed(2)
+    assert engine.snapshot().kept == [] and engine.snapshot().state["rollouts_finished"] == 6
     await engine.close()
 
 

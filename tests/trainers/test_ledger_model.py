@@ -131,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
             whole = [e for e in range(self.epochs) if sum(key[0] == e for key in self.done) == self.prompts]
             done_in_order = next((e for e in range(self.epochs) if e not in whole), self.epochs)
             assert sorted(self.ledger.summary) == list(range(done_in_order))
-            assert self.ledger.passes == len(self.done) / self.prompts
+            assert self.ledger.passes() == len(self.done) / self.prompts
         names = {"in flight": State.IN_FLIGHT, "scored": State.SCORED}
         for key, what in self.under.items():
             assert self.ledger.state(key) is (State.QUEUED if isinstance(what, list) else names[what])

@@ -113,8 +113,11 @@ def test_steps_are_requested_one_ahead_at_the_version_they_train_at_and_committe
 
 def test_without_max_steps_the_run_ends_with_the_data_and_saves_once(tmp_path):
     source, sink = FakeSource(steps=5), Sink()
-    result = make_loop(tmp_path, source, max_steps=-1, sink=sink).run()
+    loop = make_loop(tmp_path, source, max_steps=-1, sink=sink)
+    result = loop.run()
     assert (result.step, result.stopped) == (5, "data")
+    assert [entry["epoch"] for entry in loop.callbacks.state.log_history] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert loop.callbacks.state.epoch == 1.0, "what was dropped after the last step counts too"
     assert result.checkpoint == tmp_path / "checkpoint-5"
     assert [event for event in sink.events if event[0] in ("started", "commit", "checkpoint")] == [
         ("started", 0),

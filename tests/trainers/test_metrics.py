@@ -77,7 +77,7 @@ def test_bags_merge_through_json_as_if_they_had_been_one() -> None:
             target.add("rollout/failed_total/timeout", 1)
     merged = MetricBag()
     for bag in (first, second):
-        merged.merge({name: (pair[0], pair[1]) for name, pair in json.loads(json.dumps(bag.pairs())).items()})
+        merged.merge({name: (pair[0], pair[1]) for name, pair in json.loads(json.dumps(bag.drain())).items()})
     assert merged.values() == one.values()
     assert merged.values() == {"reward": 0.5, "sample/staleness_max": 1.0, "rollout/failed_total/timeout": 3.0}
 

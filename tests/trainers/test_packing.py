@@ -34,7 +34,6 @@ def samples(draw: st.DrawFn) -> Sample:
         sampler_logprobs=np.where(mask, -np.arange(length, dtype=np.float32), np.float32(0)),
         advantage=draw(st.sampled_from([-1.0, 0.5])),
         version_min=0,
-        version_max=0,
         versions=np.where(mask, 0, -1).astype(np.int32),
         **sampler,
     )

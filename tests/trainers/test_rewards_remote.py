@@ -209,4 +209,4 @@ async def test_the_scoring_pool_calls_it_and_closes_it(caplog: pytest.LogCapture
     failed = [rollout for rollout in group.rollouts if rollout.failed is not None]
     assert len(failed) == 1 and "refused: 404" in str(failed[0].failed)
     assert sum(rollout.reward for rollout in group.rollouts if rollout.failed is None) in (0.5, 2.0)
-    assert "rewards/helpful_call_s" in metrics.pairs()
+    assert "rewards/helpful_call_s" in metrics.values()

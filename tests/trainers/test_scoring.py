@@ -51,7 +51,7 @@ async def test_weights_none_and_what_others_gave_are_summed() -> None:
     rollouts, metrics = await scored(group, length, sometimes, weights=[2.0, -1.0])
     assert [rollout.reward for rollout in rollouts] == [7.0, 3.0, 6.25]
     assert rollouts[0].rewards == {"Room": 5.0, "length": 1.0, "sometimes": None}
-    values = metrics.pairs()
+    values = metrics.drain()
     assert values["rewards/sometimes"] == (1.0, 1.0) and values["rewards/sometimes_none_frac"] == (2.0, 3.0)
     assert values["rewards/length_call_s"][1] == values["rewards/sometimes_call_s"][1] == 1.0
 
@@ -61,7 +61,7 @@ async def test_without_functions_the_environment_decides_alone() -> None:
     group.rollouts[0].rewards["Room"] = 1.0
     rollouts, metrics = await scored(group)
     assert rollouts[0].reward == 1.0 and np.isnan(rollouts[1].reward) and rollouts[1].failed is None
-    assert metrics.pairs() == {}
+    assert metrics.drain() == {}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "a word", [1.0]])
@@ -165,7 +165,7 @@ async def test_a_full_pool_is_measured_and_the_call_that_hangs_is_named() -> Non
         release.set()
         await asyncio.gather(*tasks)
         await scorer.close()
-    assert metrics.pairs()["rollout/score_block_s"][1] == 2.0 and metrics.pairs()["rollout/score_wait_s"][1] == 3.0
+    assert (waits := metrics.drain())["rollout/score_block_s"][1] == 2.0 and waits["rollout/score_wait_s"][1] == 3.0
     assert scorer.describe() == "scoring: 0 groups wait for the reward functions"
 
 

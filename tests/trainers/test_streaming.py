@@ -326,7 +326,7 @@ async def test_memory_follows_what_is_under_way_not_what_was_read() -> None:
         assert engine.reader is not None
         engine.reader.forget(engine.ledger.needed())
         sizes.append((len(engine.ledger._open[0].states), sum(map(len, engine.reader._marks.values()))))
-    assert engine.ledger.done == 60 * 50 and engine.ledger.passes == 0.0
+    assert engine.ledger.done == 60 * 50 and engine.ledger.passes() == 0.0
     assert max(size for size, _ in sizes[6:]) <= 2 * max(size for size, _ in sizes[:6])
     assert max(marks for _, marks in sizes) <= 8
     state = json.dumps(engine.snapshot()[0])

@@ -39,7 +39,7 @@ def vision_policy(kind: str = "qwen3_vl", **fields: Any) -> Policy:
 def sample(tokens: np.ndarray, group: str) -> Sample:
     mask = np.arange(len(tokens)) > 0
     versions = np.where(mask, 0, -1).astype(np.int32)
-    return Sample(group, tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), 1.0, 0, 0, versions)
+    return Sample(group, tokens.astype(np.int32), mask, np.zeros(len(tokens), np.float32), 1.0, 0, versions)
 
 
 @pytest.mark.parametrize("kind", KINDS)

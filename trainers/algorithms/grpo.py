@@ -46,7 +46,7 @@ class GRPO:
         return "zero_variance" if len(scored) < 2 or scored.max() == scored.min() else None
 
     def samples(self, group: RolloutGroup) -> list[Sample]:
-        return group_samples(group, self.config.fork_threshold_tokens)
+        return group_samples(group)
 
     def step(self, samples: Sequence[Sample]) -> None:
         """Advantages are final within their group."""

@@ -2,7 +2,7 @@
 
 One conversation, one advantage: every sequence that reconciliation makes of it carries the same.
 
-    turns ─▶ reconcile ─▶ sequences with `origin` ─▶ per-token arrays of all turns, gathered at the trained tokens ─▶ samples
+    reconciled sequences with `origin` ─▶ per-token arrays of all turns, gathered at the trained tokens ─▶ samples
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainers.errors import ConfigError
-from trainers.rollouts.reconcile import TokenSequence, reconcile
+from trainers.rollouts.reconcile import TokenSequence
 from trainers.types import Rollout, RolloutGroup, Sample, TurnRecord
-
-FORK_THRESHOLD_TOKENS = 1024
 
 
 class _Sampled:
@@ -71,27 +69,26 @@ def _sample(group: str, sequence: TokenSequence, sampled: _Sampled, advantage: f
         sampler_logprobs=logprobs,
         advantage=advantage,
         version_min=int(trained.min()),
-        version_max=int(trained.max()),
         versions=versions,
     )
     sampled.fill(sample, index)
     return sample
 
 
-def rollout_samples(rollout: Rollout, advantage: float, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:
+def rollout_samples(rollout: Rollout, advantage: float) -> list[Sample]:
     """One sample per sequence of the rollout, all with its advantage; sequences without a trained token are left out.
 
     A turn's prompt normally holds everything before it, so a rollout gives one sample; where the prompt was rewritten
     between turns it may fork into several.
     """
-    reconciled = rollout.reconciled or reconcile(rollout.turns, fork_threshold_tokens)
-    if not reconciled.sequences:
+    assert rollout.reconciled is not None, f"a rollout of {rollout.prompt.id} was never reconciled"
+    if not rollout.reconciled.sequences:
         return []
     sampled = _Sampled(rollout.turns)
-    return [_sample(rollout.prompt.id, sequence, sampled, advantage) for sequence in reconciled.sequences]
+    return [_sample(rollout.prompt.id, sequence, sampled, advantage) for sequence in rollout.reconciled.sequences]
 
 
-def group_samples(group: RolloutGroup, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> list[Sample]:
+def group_samples(group: RolloutGroup) -> list[Sample]:
     """The samples of all rollouts of a group; without advantages they are 0.
 
     Raises:
@@ -107,5 +104,5 @@ def group_samples(group: RolloutGroup, fork_threshold_tokens: int = FORK_THRESHO
     return [
         sample
         for rollout, value in zip(group.rollouts, advantages, strict=True)
-        for sample in rollout_samples(rollout, float(value), fork_threshold_tokens)
+        for sample in rollout_samples(rollout, float(value))
     ]

@@ -94,7 +94,6 @@ def read_buffer(file: Path) -> list[Sample]:
                 group=f"{epoch}:{row}",
                 advantage=float(arrays["advantages"][i]),
                 version_min=int(trained.min()),
-                version_max=int(trained.max()),
                 metrics=metrics[i],
                 **own,
             )

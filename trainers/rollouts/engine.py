@@ -34,7 +34,7 @@ from trainers.rollouts.inspection import Inspection
 from trainers.rollouts.ledger import Key, Ledger, begun_anew
 from trainers.rollouts.reading import StreamReader
 from trainers.rollouts.rejections import Rejections, check_use
-from trainers.rollouts.snapshot import read_state
+from trainers.rollouts.snapshot import Snapshot, read_kept, read_state
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
 from trainers.step_source import BUFFER_FILE
@@ -134,6 +134,7 @@ class StepEngine:
     def committed(self, index: int) -> None:
         """Step `index` was trained."""
         self._steps.committed(index)
+        self._inspection.committed(index)
         self._touch()
 
     def synced(self, version: int, served_as: str | None = None) -> None:
@@ -147,14 +148,19 @@ class StepEngine:
         self.source.servers(servers)
         self._touch()
 
+    @property
+    def passes(self) -> float:
+        """Passes over the prompts, once every step handed over is trained."""
+        return self.ledger.passes({_key(group): samples for group, samples in self._steps.planned().items()})
+
     def drain_rows(self) -> list[dict[str, Any]]:
         """What goes with the step just handed over for people to look at: see `Inspection.drain`."""
         return self._inspection.drain(*self._steps.newest())
 
     # Persistence
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
-        """The state and the buffer as of now; both are copies."""
+    def snapshot(self) -> Snapshot:
+        """As of now; all of it copies."""
         state = {
             **self.ledger.state_dict(),
             "model_version": self._version if self._version is not None else self._steps.next_version,
@@ -166,8 +172,8 @@ class StepEngine:
         if self.reader is not None:
             state["stream"] = self.reader.state_dict(self.ledger.needed())
         if not (self.config.save_rollout_buffer and self.algorithm.generates):
-            return state, None  # recorded rows are simply read again
-        return state, buffer_arrays(self._steps.held())
+            return Snapshot(state, None, self._inspection.held())  # recorded rows are simply read again
+        return Snapshot(state, buffer_arrays(self._steps.held()), self._inspection.held())
 
     def restore(self, directory: Path) -> None:
         """Load a snapshot, before `start`.
@@ -189,7 +195,7 @@ class StepEngine:
             self.reader.load_state_dict(state["stream"])
         self.ledger.load_state_dict(state)
         self.rng.bit_generator.state = state["rng"]
-        self._inspection.finished = state.get("rollouts_finished", 0)
+        self._inspection.restore(state.get("rollouts_finished", 0), read_kept(directory))
         if lost or not (directory / BUFFER_FILE).exists():
             return  # without its rows' numbers, a sample cannot be told from what is generated anew
         version = self._steps.next_version
@@ -348,7 +354,7 @@ class StepEngine:
 
     def _gauge(self) -> None:
         now = time.monotonic()
-        self._metrics.add("epoch", self.ledger.passes)
+        self._metrics.add("epoch", self.passes)
         for name, value in self.source.gauges().items():
             self._metrics.add(name, value)
         if self.algorithm.generates:

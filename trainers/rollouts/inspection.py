@@ -7,6 +7,7 @@
 Invariants:
 - nothing is made of a rollout that is neither kept nor printed;
 - the first rollout of a run is kept, and after it every n-th, counted on over resumes;
+- a kept row goes with a step, and is held until that one is committed: a snapshot has what nobody may have written down yet;
 - what is held is bounded: kept rows by number, their texts by length, printed rows by the groups queued and planned.
 """
 
@@ -29,7 +30,7 @@ MAX_CELL_CHARS = 4000  # of a prompt or completion
 
 
 class Inspection:
-    """Chooses among finished rollouts. `finished` is part of the run's snapshot."""
+    """Chooses among finished rollouts. `finished` and `held` are part of the run's snapshot."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self.finished = 0  # rollouts of the run so far
@@ -40,7 +41,8 @@ class Inspection:
         self._seed = config.seed
         self._kept: deque[dict[str, Any]] = deque(maxlen=KEPT_BETWEEN_STEPS)  # the newest if there were many
         self._groups: dict[str, tuple[list[dict[str, Any]], int]] = {}  # rows to print, and samples not yet settled
-        self._drained = 0
+        self._drained = self._committed = 0
+        self._sent: dict[int, list[dict[str, Any]]] = {}  # kept rows by the step they went with, until that is committed
 
     def take(self, group: RolloutGroup, outcome: str, samples: int) -> None:
         """A group finished and gave `samples` to the queue; `outcome` is `kept` or the cause it was dropped for."""
@@ -63,12 +65,28 @@ class Inspection:
         own, which are to be printed and sent once, have none. A group spread over steps is shown with each of them."""
         kept = list(self._kept)
         self._kept.clear()
+        if kept and step > self._committed:
+            self._sent.setdefault(step, []).extend(kept)
         new, self._drained = step > self._drained, step
         rows = [row for group in dict.fromkeys(groups) for row in self._groups.get(group, ([], 0))[0]] if new else []
         if self._limit is not None and len(rows) > self._limit:
             chosen = np.random.default_rng([self._seed, step]).choice(len(rows), self._limit, replace=False)
             rows = [rows[index] for index in sorted(chosen)]
         return [*kept, *rows]
+
+    def committed(self, step: int) -> None:
+        """Step `step` was trained, and what went with it written down."""
+        self._committed = step
+        self._sent = {index: rows for index, rows in self._sent.items() if index > step}
+
+    def held(self) -> list[dict[str, Any]]:
+        """Kept rows that went with no committed step, in order; `restore` takes them."""
+        return [*(row for _, rows in sorted(self._sent.items()) for row in rows), *self._kept]
+
+    def restore(self, finished: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Go on from a snapshot."""
+        self.finished = finished
+        self._kept.extend(rows)
 
 
 def rollout_row(group: RolloutGroup, number: int, outcome: str) -> dict[str, Any]:

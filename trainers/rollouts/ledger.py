@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -261,13 +262,17 @@ class Ledger:
         closed = sum(counts["trained"] + sum(counts["dropped"].values()) for counts in self.summary.values())
         return closed + sum(entry.counted for entry in self._open.values())
 
-    @property
-    def passes(self) -> float:
-        """Passes over the prompts so far. The first one over a stream counts once its end was seen."""
+    def passes(self, planned: Mapping[Key, int] = MappingProxyType({})) -> float:
+        """Passes over the prompts, once the samples `planned` of each group are trained too.
+
+        The first pass over a stream counts once its end was seen.
+        """
+        whole = Counter(key[0] for key, samples in planned.items() if self._settling[key].left == samples)
         if self.prompts is not None:
-            return self.done / self.prompts
-        begun = sum(min(1.0, entry.counted / self._length) for entry in self._open.values()) if self._length else 0.0
-        return self._first + begun
+            return (self.done + whole.total()) / self.prompts
+        if not self._length:
+            return float(self._first)
+        return self._first + sum(min(1.0, (entry.counted + whole[n]) / self._length) for n, entry in self._open.items())
 
     def needed(self) -> dict[int, int]:
         """Per epoch under way, a position below which no row is needed again, not even after a resume."""

@@ -99,9 +99,9 @@ class Server:
         elif message.type == "servers":
             engine.servers([(server["name"], server["url"]) for server in fields["servers"]])
         elif message.type == "snapshot":
-            state, arrays = engine.snapshot()
-            await asyncio.to_thread(write_snapshot, Path(fields["directory"]), state, arrays)
-            await self._channel.send(Message("snapshot", {"state": state}))
+            snapshot = engine.snapshot()
+            await asyncio.to_thread(write_snapshot, Path(fields["directory"]), snapshot)
+            await self._channel.send(Message("snapshot", {"state": snapshot.state}))
         else:
             raise AssertionError(f"unknown message {message.type!r}")
 
@@ -110,10 +110,11 @@ class Server:
             step = await engine.step(index, train_version)
             rows = engine.drain_rows()
             if step is None:
-                await self._channel.send(Message("step", {"step": None, "rows": rows}))
+                head = None
             else:
                 self._rows.put(step)
-                await self._channel.send(Message("step", {"step": head_to_wire(step), "rows": rows}))
+                head = head_to_wire(step)
+            await self._channel.send(Message("step", {"step": head, "rows": rows, "passes": engine.passes}))
         except Exception as error:
             await self._report(error)
 

@@ -100,6 +100,7 @@ class RolloutProcess:
         self._early: Message | None = None
         self._waiting = False
         self._silent_s = 0.0  # waited for it since its last message
+        self.passes = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -162,6 +163,7 @@ class RolloutProcess:
         message = self._received("step")
         self._requested, self._waiting = None, False
         self._rows += [{"step": index, **row} for row in message.fields["rows"]]
+        self.passes = message.fields["passes"]
         fields = message.fields["step"]
         return None if fields is None else head_from_wire(fields)
 

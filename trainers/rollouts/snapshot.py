@@ -1,25 +1,42 @@
-"""The files of a snapshot: `rollout_state.json`, and `rollout_buffer.npz` where samples are kept."""
+"""The files of a snapshot: `rollout_state.json`, `rollout_buffer.npz` where samples are kept, and `rollouts_kept.json` where
+rollouts to be looked at were not written down yet."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.errors import ConfigError, DatasetError
 from trainers.rollouts.buffer import write_buffer
 from trainers.rollouts.ledger import FORMAT
-from trainers.step_source import BUFFER_FILE, STATE_FILE
+from trainers.step_source import BUFFER_FILE, KEPT_FILE, STATE_FILE
 
 
-def write_snapshot(directory: Path, state: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
+class Snapshot(NamedTuple):
+    """`state` and `kept` are JSON, `buffer` arrays by name; None: samples are not kept."""
+
+    state: dict[str, Any]
+    buffer: dict[str, np.ndarray] | None
+    kept: list[dict[str, Any]]
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
     """Write a snapshot's files. The caller makes the folder's appearance atomic."""
     directory.mkdir(parents=True, exist_ok=True)
-    if arrays is not None:
-        write_buffer(directory / BUFFER_FILE, arrays)
-    (directory / STATE_FILE).write_text(json.dumps(state, indent=1))
+    if snapshot.buffer is not None:
+        write_buffer(directory / BUFFER_FILE, snapshot.buffer)
+    if snapshot.kept:
+        (directory / KEPT_FILE).write_text(json.dumps(snapshot.kept))
+    (directory / STATE_FILE).write_text(json.dumps(snapshot.state, indent=1))
+
+
+def read_kept(directory: Path) -> list[dict[str, Any]]:
+    """The rollouts of a snapshot that are still to be written down."""
+    file = directory / KEPT_FILE
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 def read_state(directory: Path, source: str, fingerprint: str, allow_change: bool) -> dict[str, Any] | None:

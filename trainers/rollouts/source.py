@@ -17,6 +17,7 @@ import numpy as np
 
 from trainers.algorithms import Algorithm
 from trainers.data import PromptBuilder
+from trainers.rollouts.reconcile import reconcile
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 
@@ -84,7 +85,8 @@ class RecordedSource:
     def _group(self, prompt: Prompt) -> RolloutGroup:
         completion, ids = self._builder.completion_ids(prompt, prompt.data)
         turn = TurnRecord(prompt.token_ids, ids, np.zeros(len(ids), np.float32), [VersionSpan(0, len(ids), 0)], "stop")
-        return RolloutGroup(prompt, [Rollout(prompt, [turn], completion)])
+        reconciled = reconcile([turn], fork_threshold_tokens=1)  # of one turn there is nothing to compare
+        return RolloutGroup(prompt, [Rollout(prompt, [turn], completion, reconciled=reconciled)])
 
     def describe(self) -> str:
         return "reading recorded rows"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -155,6 +155,11 @@ class StepQueue:
         """The last step handed over and the groups its samples are of."""
         index = self.next_index - 1
         return index, [sample.group for sample in self._planned.get(index, [])]
+
+    def planned(self) -> Counter[str]:
+        """Samples of each group that are in a step, or placed in the one being planned, and not trained yet."""
+        steps = [*self._planned.values(), self.request.samples if self.request else []]
+        return Counter(sample.group for samples in steps for sample in samples)
 
     @property
     def last_committed(self) -> int:

@@ -1,6 +1,6 @@
 """One server of a pool: its connections, its cap, and what is known of its state.
 
-A server is usable unless it is down (a connection could not be made, or broke, and no look at it has succeeded since), rests (it
+A server is usable unless it is down (a connection could not be made or broke, and no look at it has succeeded since), rests (it
 answered several requests in a row with errors), holds old weights, or was removed.
 """
 
