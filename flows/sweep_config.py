@@ -44,10 +44,11 @@ class Dimension(StrictModel):
 
     @model_validator(mode="after")
     def _values_or_range(self) -> Dimension:
-        ranged = {name for name in ("low", "high", "log", "step", "int") if getattr(self, name) not in (None, False)}
+        parts = {name: getattr(self, name) for name in ("low", "high", "log", "step", "int")}
+        ranged = [name for name, part in parts.items() if part is not None and part is not False]
         if self.values is not None:
             if ranged:
-                raise ValueError(f"has `values` and {', '.join(sorted(ranged))}: write values, or a range from low to high")
+                raise ValueError(f"has `values` and {', '.join(ranged)}: write values, or a range from low to high")
             self._check_values(self.values)
         elif self.low is None or self.high is None:
             raise ValueError("write `values: […]`, or a range by `low` and `high`")

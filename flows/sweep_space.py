@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.config import RunConfig, absolute_paths
-from flows.config_file import ConfigErrors, file_layers, merge_layers, nest
+from flows.config_file import ConfigErrors, file_layers, merge_into, merge_layers, nest
 from flows.sweep_config import ACCURACY, SweepConfig
 from trainers.config import SECTIONS
 
@@ -192,22 +192,35 @@ def inlined(config: SweepConfig, with_environment: bool) -> SweepConfig:
     first = {name: (dimension.points() or dimension.bounds())[0] for name, dimension in config.space.items()}
     Plan(config.model_copy(update={"name": config.name or "sweep"}))  # before names of the space are looked up in a config
     space = [(f"space.{name}", nest(field_path(name), value)) for name, value in first.items()]
-    merged = merge_layers(config.kind, [*layers, ("base", config.base), ("the sweep", shared), *space]).config
+    layers = [*layers, ("base", config.base), ("the sweep", shared)]
+    try:
+        merged = merge_layers(config.kind, [*layers, *space]).config
+    except ConfigErrors:
+        base: dict[str, Any] = {}
+        for source, tree in layers:
+            merge_into(base, tree, source, {})
+        Plan(config.model_copy(update={"name": config.name or "sweep", "base": base})).check()  # says which trials are bad
+        raise
     whole = absolute_paths(merged).model_dump(mode="json", exclude_unset=True)
     return config.model_copy(update={"base_file": None, "base": _without(whole, [*config.space, "name", "sweep", "type"])})
 
 
 def _without(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A copy without these fields. Items of lists stay: without one, the others would have other numbers."""
+    """A copy without these fields, nor groups that have no other. Items of lists stay: the others would get other numbers."""
     copy = json.loads(json.dumps(tree))
     for name in names:
-        *groups, last = field_path(name)
-        place: Any = copy
-        for group in groups:
-            place = place.get(group) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            place.pop(last, None)
+        _drop(copy, field_path(name))
     return copy
+
+
+def _drop(tree: Any, path: tuple[str, ...]) -> None:
+    first, *rest = path
+    if not isinstance(tree, dict) or first not in tree:
+        return
+    if rest:
+        _drop(tree[first], tuple(rest))
+    if not rest or tree[first] == {}:
+        del tree[first]
 
 
 def checked(config: SweepConfig, with_environment: bool = False) -> Plan:
