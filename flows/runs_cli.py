@@ -108,8 +108,8 @@ def show(run: str, as_json: bool) -> None:
 def diff(left: str, right: str, everything: bool, as_json: bool) -> None:
     """What tells two runs apart: config, then results, progress, costs, versions.
 
-    Exit code as that of diff: 0 when both compute the same (their configs are equal but for the name), 1 when the configs differ,
-    2 when a run is not known.
+    Exit code as that of diff: 0 when both compute the same (their configs are equal but for the name), 1 when the configs
+    differ, 2 when a run is not known.
     """
     from flows.runs_report import compare
     from infra.registry import Registry
@@ -121,10 +121,8 @@ def diff(left: str, right: str, everything: bool, as_json: bool) -> None:
         _print_json(sections)
     else:
         for name, fields in sections.items():
-            _section(
-                (name.upper(), one.name, two.name),
-                [(field, _value(pair[0]), _value(pair[1])) for field, pair in fields.items()],
-            )
+            lines = [(field, _value(pair[0]), _value(pair[1])) for field, pair in fields.items()]
+            _section((name.upper(), one.name, two.name), lines)
         if not any(sections.values()):
             click.echo(f"{one.name} and {two.name} do not differ")
     differing = compare(registry, one, two)["config"] if everything else sections["config"]
@@ -149,8 +147,15 @@ def _print_facts(found: dict[str, Any]) -> None:
         "Prefect flow run": found["prefect_flow_run_id"], "parent run": found["parent_run"],
     }  # fmt: skip
     for heading, values in (("tag", "tags"), ("progress", "progress"), ("cost", "costs"), ("stage", "stages")):
-        facts |= {f"{heading} {name}": value for name, value in found[values].items()}
+        facts |= {f"{heading} {name}": _readable(name, value) for name, value in found[values].items()}
     print_table([(name, _value(value)) for name, value in facts.items() if value is not None])
+
+
+def _readable(name: str, value: Any) -> Any:
+    if name.endswith("_at") and isinstance(value, float):
+        return _time(value)
+    unit = {"gpu_s": "s", "idle_gpu_s": "s", "usd": "USD"}.get(name.partition("/")[0])
+    return f"{value:.6g} {unit}" if unit else value
 
 
 def _print_lineage(found: dict[str, Any]) -> None:

@@ -80,13 +80,13 @@ def compare(registry: Registry, left: RunRow, right: RunRow, everything: bool = 
     Args:
         everything: equal values too.
     """
-    sections = {
-        "config": ({**left.config}, {**right.config}),
+    sections: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+        "config": (left.config, right.config),
         "result": (_result(left), _result(right)),
-        "progress": ({**left.progress}, {**right.progress}),
+        "progress": (left.progress, right.progress),
         "costs": (registry.costs(left.id), registry.costs(right.id)),
     }
-    found = {name: _differing(*pair, everything) for name, pair in sections.items()}
+    found = {name: _differing(one, two, everything) for name, (one, two) in sections.items()}
     found["circumstances"] = _circumstances(left, right)
     return found
 
