@@ -117,7 +117,8 @@ class PruningConfig(StrictModel):
     @model_validator(mode="after")
     def _fields_of_the_type(self) -> PruningConfig:
         for name, kind in (("startup_trials", "median"), ("reduction_factor", "hyperband")):
-            if name in self.model_fields_set and self.type not in (kind, "none"):
+            # Not whether it was written: a stored config has every field.
+            if getattr(self, name) != PruningConfig.model_fields[name].default and self.type not in (kind, "none"):
                 raise ValueError(f"{name} is of {kind} pruning, this is {self.type}: leave it out")
         return self
 

@@ -143,6 +143,11 @@ def test_a_base_from_a_file_is_taken_in_with_absolute_paths(tmp_path: Path, monk
     monkeypatch.chdir("/")
     monkeypatch.delenv("LOOPWRIGHT_SAVE_STEPS")
     assert inlined(config, with_environment=False) == config
+
+
+@pytest.mark.parametrize("pruning", ["none", "median", "hyperband"])
+def test_a_stored_config_is_read_back_as_it_was(pruning: str) -> None:
+    config = sweep_config(SWEEP | {"pruning": pruning, "space": {"learning_rate": {"low": 1, "high": 2, "step": 0.5}}})
     assert SweepConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
 
