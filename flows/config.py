@@ -220,6 +220,26 @@ class LimitsConfig(StrictModel):
         gt=0,
         description="Seconds one flow run may take; then it checkpoints, stops and fails, and can be resumed. Default none.",
     )
+    gpu_hours: float | None = Field(
+        default=None,
+        gt=0,
+        description="GPU hours the run may hold, over all attempts; then as above, and a resume needs a higher limit. "
+        "Default none.",
+    )
+    usd: float | None = Field(
+        default=None,
+        gt=0,
+        description="US dollars the run may cost, over all attempts; needs `usd_per_gpu_hour`; then as above. Default none.",
+    )
+    usd_per_gpu_hour: float | None = Field(
+        default=None, ge=0, description="Price of a GPU in US dollars per hour, for `usd` and `cost/usd`. Default none: not counted."
+    )
+
+    @model_validator(mode="after")
+    def _price_known(self) -> LimitsConfig:
+        if self.usd is not None and not self.usd_per_gpu_hour:
+            raise ValueError(f"usd={self.usd:g} needs the price of a GPU: set usd_per_gpu_hour as well")
+        return self
 
 
 class TrialOf(StrictModel):

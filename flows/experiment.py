@@ -15,6 +15,7 @@ import httpx
 
 from flows import artifacts
 from flows.config import RunConfig, trainer_fields
+from flows.costs import Meter
 from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
 from infra.leases import GpuLease, LeaseManager, visible_gpus
 from infra.patience import plain
@@ -30,6 +31,7 @@ class Experiment:
     def __init__(self, registry: Registry, config: RunConfig, run: RunRow) -> None:
         self.registry, self.config, self.run = registry, config, run
         self.leases = LeaseManager(registry)
+        self.meter = Meter(registry, run.id, self.leases, config.limits)
         self.servers: Servers = NoServers()
         self.trainer_gpus = GpuLease()
         self.started = time.monotonic()
@@ -78,10 +80,13 @@ class Experiment:
             environment={"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             deadline=None if limit is None else self.started + limit,
             on_progress=self.show,
+            on_attempt=self.meter.begin_attempt,
+            over_limit=self.meter.over_limit,
         )
 
     def show(self, progress: dict[str, Any]) -> None:
-        """Progress, links and servers on the flow run's page."""
+        """Progress, links and servers on the flow run's page; costs to the registry."""
+        self.meter.write_each_minute()
         self.progress.show(progress)
         self.show_servers()
         if not self._mlflow_linked:
@@ -145,6 +150,7 @@ class Experiment:
             return
         self.servers.stop()
         self.leases.close()
+        self.meter.write()
         self.registry.update_run(self.run.id, owner=None)
         self._released = True
 

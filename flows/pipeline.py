@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
-from flows import artifacts
+from flows import artifacts, lineage
 from flows.config import GRPORunConfig, RunConfig
 from flows.evaluation import evaluate_model
 from flows.experiment import Experiment
@@ -59,6 +59,7 @@ def train(experiment: Experiment) -> dict[str, Any]:
     checkpoints = experiment.registry.list_checkpoints(experiment.run.id)
     if not checkpoints:
         raise RunFailed("infrastructure", "the trainer finished without a checkpoint")
+    lineage.note_trained(experiment.registry, experiment.run, experiment.config)
     last = checkpoints[-1]
     return {"step": last.step, "checkpoint": last.path}
 
@@ -72,12 +73,13 @@ def evaluate(experiment: Experiment, model: str, step: int, served: bool) -> dic
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=True)
-def register(experiment: Experiment, checkpoint: str, lineage: dict[str, Any]) -> dict[str, Any]:
+def register(experiment: Experiment, checkpoint: str, tags: dict[str, Any]) -> dict[str, Any]:
     """The trained model in MLflow's model registry, under the run's name."""
     name = experiment.run.name
-    version = register_model(experiment.folder, checkpoint, name, tags=lineage, **experiment.tracking_options())
+    version = register_model(experiment.folder, checkpoint, name, tags=tags, **experiment.tracking_options())
     if version is None:
         print(f"MLflow is out of reach: model {name} is registered when the run's journal is sent")
+    lineage.note_registered(experiment.registry, experiment.run, experiment.config, tags["step"], name, version)
     return {"model": name, "version": version}
 
 
@@ -152,8 +154,8 @@ def _stages(experiment: Experiment) -> dict[str, Any]:
     experiment.servers.stop()
     registered = experiment.stage("register")
     if registered is None:
-        lineage = {"run": experiment.run.name, "base_model": config.model, **trained}
-        registered = experiment.done("register", register(experiment, trained["checkpoint"], lineage))
+        tags = {"run": experiment.run.name, "base_model": config.model, **trained}
+        registered = experiment.done("register", register(experiment, trained["checkpoint"], tags))
     mlflow_run = experiment.registry.get_run(experiment.run.id).mlflow_run_id
     return {**result, **trained, **registered, "mlflow_run": mlflow_run}
 

@@ -18,11 +18,13 @@ from pydantic import ValidationError
 
 from flows.config import RUN_CONFIGS, RunConfig, changed_fields, trainer_fields
 from infra.reaper import owner_alive
-from infra.registry import Owner, Registry, RunExists, RunRow
+from infra.registry import Owner, Registry, RunExists, RunRow, config_hash
 from trainers.errors import ConfigError
 
 # These rule how a run is attended to, not what it computes: they may change between attempts.
 _ATTENDANCE = ("retry", "limits", "report_to", "oom_retry")
+# Nor do these: runs that differ in nothing else have one config hash.
+_AROUND = ("name", "tags", "sweep", "storage", "tracking", *_ATTENDANCE)
 
 
 class RunRefused(ConfigError):
@@ -121,7 +123,7 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
     if known is None:
         folder = config.storage.folder() / str(config.name)
         try:
-            row = registry.create_run(str(config.name), flow, stored(config), output_dir=str(folder))
+            row = registry.create_run(str(config.name), flow, stored(config), output_dir=str(folder), tags=config.tags)
         except RunExists as error:
             raise RunRefused(str(error)) from error
     else:
@@ -138,6 +140,7 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         traceback=None,
         prefect_flow_run_id=flow_run_id,
         config=stored(config),
+        config_hash=config_hash({name: value for name, value in stored(config).items() if name not in _AROUND}),
     )
     return row, known is not None and not anew
 

@@ -47,7 +47,7 @@ class Student:
         """
         wanted = self._given.gpus
         count = (self._given.gpus_needed if visible_gpus() else 0) if wanted is None else wanted
-        self._gpus = self._leases.lease_gpus(count, self._run.id)
+        self._gpus = self._leases.lease_gpus(count, self._run.id, "student")
 
     def start(self, say: Callable[[str], None]) -> None:
         """Returns when the server is up and can do what the run needs; `say` is told how it goes.

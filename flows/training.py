@@ -148,6 +148,8 @@ class TrainerJob:
     program: tuple[str, ...] = (sys.executable, "-m", "trainers.main")
     deadline: float | None = None  # time.monotonic() at which limits.wall_clock_s is used up
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None
+    on_attempt: Callable[[int], None] = lambda number: None
+    over_limit: Callable[[], str | None] = lambda: None  # which of the run's limits is used up
 
     @property
     def folder(self) -> Path:
@@ -165,6 +167,7 @@ def train_to_the_end(job: TrainerJob) -> None:
     job.fields |= _oom_change(job) or {}
     while True:
         attempt = job.registry.start_attempt(job.run.id).number
+        job.on_attempt(attempt)
         outcome = _attempt(job, attempt)
         if outcome.failure is None:
             job.registry.end_attempt(job.run.id, attempt, "FINISHED")
@@ -290,6 +293,8 @@ def stopped_by(error: BaseException) -> str:
 
 
 def _started(job: TrainerJob, attempt: int) -> Outcome:
+    if over := job.over_limit():
+        return Outcome("user", over)
     try:
         job.servers.ensure()
     except (InfraError, LoopwrightError) as error:
@@ -317,6 +322,9 @@ def _watch(job: TrainerJob, attempt: int, trainer: Supervised) -> Outcome:
             if gone := job.servers.tend():
                 trainer.stop(SERVER_GONE_GRACE_S)
                 return Outcome("infrastructure", gone)
+            if over := job.over_limit():
+                trainer.stop()
+                return Outcome("user", over)
             if _time_left(job) <= 0:
                 trainer.stop()
                 return Outcome("user", f"limits.wall_clock_s={job.config.limits.wall_clock_s:g} is used up; resume to go on")

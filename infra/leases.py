@@ -15,6 +15,8 @@ import os
 import random
 import socket
 import threading
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from infra.errors import NotEnoughGPUs, PortTaken
@@ -38,6 +40,8 @@ class Lease:
     kind: str
     resource: str
     lost: bool = False
+    role: str = ""  # of a GPU: what it computes
+    since: float = field(default_factory=time.monotonic, kw_only=True)
 
 
 @dataclass
@@ -69,6 +73,7 @@ class LeaseManager:
         self.owner = owner or Owner.current()
         self.ttl_s, self.renew_s = ttl_s, renew_s
         self._held: dict[str, Lease] = {}
+        self._gpu_s: Counter[str] = Counter()  # of GPUs that were released, by role
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,8 +100,11 @@ class LeaseManager:
             why if port is not None else f"none of {PORT_TRIES} ports in {PORTS.start}-{PORTS.stop - 1} is free: {why}"
         )
 
-    def lease_gpus(self, count: int, run_id: str | None = None) -> GpuLease:
-        """`count` GPUs nobody has leased; 0 gives an empty lease. NotEnoughGPUs when there are fewer."""
+    def lease_gpus(self, count: int, run_id: str | None = None, role: str = "trainer") -> GpuLease:
+        """`count` GPUs nobody has leased; 0 gives an empty lease. NotEnoughGPUs when there are fewer.
+
+        `role`: under which `gpu_seconds` counts them.
+        """
         if count == 0:
             return GpuLease()
         present = visible_gpus()
@@ -107,7 +115,7 @@ class LeaseManager:
             raise NotEnoughGPUs(
                 f"{count} GPUs are asked for; this machine has {len(present)}, of which {len(free)} are free: {free}"
             )
-        leases = [Lease(row.id, "gpu", row.resource) for row in rows]
+        leases = [Lease(row.id, "gpu", row.resource, role=role) for row in rows]
         for lease in leases:
             self._hold(lease)
         return GpuLease(leases)
@@ -133,11 +141,21 @@ class LeaseManager:
         """Free the row, and the socket of a port. Stop the processes first. Releasing twice is harmless."""
         for one in lease.leases if isinstance(lease, GpuLease) else [lease]:
             with self._lock:
-                self._held.pop(one.id, None)
+                if self._held.pop(one.id, None) is not None and one.kind == "gpu":
+                    self._gpu_s[one.role] += time.monotonic() - one.since  # type: ignore[assignment]
             if isinstance(one, PortLease) and one.socket is not None:
                 one.socket.close()
                 one.socket = None
             self.registry.delete_lease(one.id)
+
+    def gpu_seconds(self) -> dict[str, float]:
+        """For how long GPUs were held so far, by role: two GPUs for a minute are 120."""
+        with self._lock:
+            seconds = Counter(self._gpu_s)
+            for lease in self._held.values():
+                if lease.kind == "gpu":
+                    seconds[lease.role] += time.monotonic() - lease.since  # type: ignore[assignment]
+        return dict(seconds)
 
     def held(self) -> list[Lease]:
         with self._lock:

@@ -26,7 +26,7 @@ from infra.registry_leases import Leases
 from infra.registry_lineage import Lineage
 from infra.registry_models import AttemptRow, CheckpointRow, LeaseRow, Owner, RunRow, ServerRow
 from infra.registry_records import ArtefactRow, CostRow, SweepRow, TrialRow
-from infra.registry_runs import Runs
+from infra.registry_runs import Runs, config_hash
 from infra.registry_servers import ServersAndCheckpoints
 from infra.registry_sweeps import SweepExists, SweepNotFound, Sweeps
 
@@ -49,6 +49,7 @@ __all__ = [
     "SweepNotFound",
     "SweepRow",
     "TrialRow",
+    "config_hash",
     "default_url",
     "shown_url",
 ]

@@ -65,6 +65,12 @@ class Lineage(RegistryCore):
         with self._read() as session:
             return list(session.scalars(query))
 
+    def find_artefacts(self, uri: str) -> list[ArtefactRow]:
+        """Of this address, oldest first."""
+        with self._read() as session:
+            query = select(ArtefactRow).where(ArtefactRow.uri == uri).order_by(ArtefactRow.created_at, ArtefactRow.id)
+            return list(session.scalars(query))
+
     def parents(self, artefact_id: str) -> list[ArtefactRow]:
         """What an artefact was made from, one step back."""
         return self._neighbours(LineageRow.child_id == artefact_id, LineageRow.parent_id)
