@@ -27,7 +27,7 @@ def summary(run: RunRow) -> dict[str, Any]:
         "mlflow_run_id": run.mlflow_run_id,
         "prefect_flow_run_id": run.prefect_flow_run_id,
         "output_dir": run.output_dir,
-        "progress": run.progress,
+        "progress": shown_progress(run),
         "created_at": run.created_at,
         "updated_at": run.updated_at,
     }
@@ -83,12 +83,19 @@ def compare(registry: Registry, left: RunRow, right: RunRow, everything: bool = 
     sections: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         "config": (left.config, right.config),
         "result": (_result(left), _result(right)),
-        "progress": (left.progress, right.progress),
+        "progress": (shown_progress(left), shown_progress(right)),
         "costs": (registry.costs(left.id), registry.costs(right.id)),
     }
     found = {name: _differing(one, two, everything) for name, (one, two) in sections.items()}
     found["circumstances"] = _circumstances(left, right)
     return found
+
+
+def shown_progress(run: RunRow) -> dict[str, Any]:
+    """Without the curve that a sweep compares its trials by; its newest value stays."""
+    watched = run.progress.get("watched") or {}
+    value = {f"watched {watched.get('metric')}": watched.get("value")} if watched else {}
+    return {name: item for name, item in run.progress.items() if name != "watched"} | value
 
 
 def _result(run: RunRow) -> dict[str, Any]:
