@@ -232,7 +232,9 @@ class LimitsConfig(StrictModel):
         description="US dollars the run may cost, over all attempts; needs `usd_per_gpu_hour`; then as above. Default none.",
     )
     usd_per_gpu_hour: float | None = Field(
-        default=None, ge=0, description="Price of a GPU in US dollars per hour, for `usd` and `cost/usd`. Default none: not counted."
+        default=None,
+        ge=0,
+        description="Price of a GPU in US dollars per hour, for `usd` and `cost/usd`. Default none: not counted.",
     )
 
     @model_validator(mode="after")

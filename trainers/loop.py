@@ -315,6 +315,9 @@ class TrainLoop:
         bag.add("grad_norm", norm)
         bag.add("learning_rate", float(self.learning_rate))
         bag.add("num_tokens", totals.forwarded_tokens)
+        bag.add("cost/tokens/trained", totals.tokens)
+        if self.ranks.device.type == "cuda":
+            bag.add("cost/idle_gpu_s/trainer", times.get("rollout_wait", 0.0) * self.ranks.world_size)
         for name in ("fwd_bwd", "optimizer", "rollout_wait"):
             bag.add(f"perf/{name}_s", times.get(name, 0.0))
         bag.add("perf/step_s", seconds)

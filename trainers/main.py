@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STOPPED = 143
+COSTS_S = 30.0
 CLOSE_S = 600.0  # for what the registry is still to be told when training has ended, if its database is away
 
 
@@ -120,6 +121,35 @@ class RegistryWriter:
                 logger.warning("registry: %s: %s", type(error).__name__, str(error).splitlines()[0])
 
 
+class CostLog:
+    """Tokens to the registry; what the flow wrote there (GPU seconds, money) back, to be logged. Once in `COSTS_S`."""
+
+    def __init__(self, writer: RegistryWriter) -> None:
+        self._writer = writer
+        self._known: dict[str, float] = {}
+        self._tokens: dict[str, float] = {}
+        self._exchanged = float("-inf")
+
+    def known(self, metrics: dict[str, float]) -> dict[str, float]:
+        """By catalog name, as of the last look; `metrics`: those of the step, which carry the tokens."""
+        self._tokens |= {name.removeprefix("cost/"): value for name, value in metrics.items() if name.startswith("cost/tokens/")}
+        if time.monotonic() - self._exchanged >= COSTS_S:
+            self.exchange()
+        return self._known
+
+    def exchange(self) -> None:
+        """In the registry's thread. Tokens are the run's, over all attempts, so they stand under attempt 0."""
+        self._exchanged = time.monotonic()
+        tokens, registry, run_id = dict(self._tokens), self._writer.registry, self._writer.run_id
+
+        def exchange() -> None:
+            registry.add_costs(run_id, 0, tokens)
+            used = registry.costs(run_id).items()
+            self._known = {f"cost/{kind}": value for kind, value in used if kind == "usd" or kind.startswith("gpu_s/")}
+
+        self._writer.submit(exchange)
+
+
 class RunSink:
     """`MetricSink` of a run with a registry row: metrics to MLflow, progress and checkpoints to the registry."""
 
@@ -131,6 +161,7 @@ class RunSink:
         self.is_started = False
         self._first: tuple[int, float] | None = None
         self._limit = ""
+        self.costs = CostLog(writer)
         self.watched: Watched | None = None  # set for a trial of a sweep
         self._stored: dict[int, str] = {}  # where in shared storage a step's checkpoint lies
 
@@ -165,7 +196,7 @@ class RunSink:
             self.tracker.log_artifact_dir(file, "provenance")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.tracker.log(step, metrics)
+        self.tracker.log(step, {**metrics, **self.costs.known(metrics)})
         shown = ("loss", "reward", "token_accuracy", "grad_norm", "num_tokens", "perf/step_s", "eval/accuracy")
         values = {name: metrics[name] for name in shown if name in metrics}
         logger.info("step %d  %s  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()), self._limit)
@@ -280,6 +311,7 @@ class Reporting:
         if not self.sink.is_started:
             self.tracker.start(self.sink.params, config=self.fields)
         self.tracker.close(status, cause, failure)
+        self.sink.costs.exchange()
         self.writer.close()
 
 

@@ -312,6 +312,8 @@ class StepEngine:
             cause = cause or ("oversize" if samples else "empty")
         if self.algorithm.generates:
             self._inspection.take(group, cause or "kept", len(fitting) if cause is None else 0)
+        if self.algorithm.generates:
+            self._metrics.add("cost/tokens/dropped", _lost_tokens(group, samples, [] if cause else fitting))
         if cause is not None:
             self._drop(key, cause)
             return
@@ -398,6 +400,13 @@ class StepEngine:
         if self.reader is not None:
             self.reader.close()
         await self.source.close()
+
+
+def _lost_tokens(group: RolloutGroup, samples: list[Sample], kept: list[Sample]) -> int:
+    """Sampled tokens that are not trained on: all of a group that is dropped, else those of samples that are."""
+    if not kept:
+        return sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
+    return sum(int(sample.loss_mask.sum()) for sample in samples) - sum(int(sample.loss_mask.sum()) for sample in kept)
 
 
 def _key(group: str) -> Key:

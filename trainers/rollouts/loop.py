@@ -294,6 +294,7 @@ class AsyncRolloutLoop:
             length = sum(len(turn.output_ids) for turn in rollout.turns)
             ended = bool(rollout.turns) and rollout.turns[-1].finish_reason == "stop"
             add("completions/mean_length", length)
+            add("cost/tokens/generated", length)
             add("completions/min_length", length)
             add("completions/max_length", length)
             add("completions/clipped_ratio", float(not ended))
