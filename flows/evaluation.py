@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flows.config import trainer_fields
 from flows.experiment import Experiment
 from flows.training import POLL_S, Outcome, Policy, RunFailed, environment
+from infra.leases import LeaseManager
 from infra.process import Supervised
+from infra.registry import RunRow
 from infra.tracking import Tracker
 
 
@@ -32,10 +36,6 @@ def evaluate_model(experiment: Experiment, model: str, step: int, served: bool) 
 
 
 def _evaluate(experiment: Experiment, model: str, step: int, served: bool) -> dict[str, Any]:
-    job = experiment.job()
-    folder = experiment.folder / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    request, out, log = (folder / f"evaluate-{step}.{kind}" for kind in ("json", "out.json", "log"))
     fields = {**trainer_fields(experiment.config, experiment.folder), **experiment.servers.config_fields()}
     # A server that came after the last sync holds the weights it was started with.
     urls = experiment.servers.serving(step) if step else fields.get("vllm_server_base_url")
@@ -44,28 +44,58 @@ def _evaluate(experiment: Experiment, model: str, step: int, served: bool) -> di
         "model": fields["model"] if model == experiment.config.model else model,
         "url": urls if served else None,
     }
-    request.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
-    out.unlink(missing_ok=True)
-    lease = experiment.leases.lease_process(f"evaluation of {experiment.run.name}", experiment.run.id)
-    command = [sys.executable, "-m", "trainers.evaluate", str(request), str(out)]
-    try:
-        process = Supervised.start(command, env=environment(job), log=log, lease=lease.id)
-        try:
-            _wait(experiment, process, served)
-        finally:
-            process.stop()
-    finally:
-        experiment.leases.release(lease)
-    scores = json.loads(out.read_text(encoding="utf-8"))
+    scores = score(
+        payload,
+        experiment.folder / "logs",
+        f"evaluate-{step}",
+        environment(experiment.job()),
+        experiment.leases,
+        experiment.run,
+        experiment.servers.death if served else lambda: None,
+    )
     _track(experiment, step, scores["accuracy"])
     return scores
 
 
-def _wait(experiment: Experiment, process: Supervised, served: bool) -> None:
+def score(
+    payload: dict[str, Any],
+    folder: Path,
+    stem: str,
+    env: Mapping[str, str],
+    leases: LeaseManager,
+    run: RunRow | None,
+    death: Callable[[], str | None] = lambda: None,
+) -> dict[str, Any]:
+    """What `trainers.evaluate` says of `payload`; its files are `<folder>/<stem>.*`.
+
+    Args:
+        death: how the server died that it asks, if it did.
+
+    Raises:
+        RunFailed: it failed, or was killed, or its server was.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    request, out, log = (folder / f"{stem}.{kind}" for kind in ("json", "out.json", "log"))
+    request.write_text(json.dumps(payload, indent=2, ensure_ascii=False), encoding="utf-8")
+    out.unlink(missing_ok=True)
+    lease = leases.lease_process(f"evaluation of {run.name if run else folder.name}", run.id if run else None)
+    command = [sys.executable, "-m", "trainers.evaluate", str(request), str(out)]
+    try:
+        process = Supervised.start(command, env=env, log=log, lease=lease.id)
+        try:
+            _wait(process, death)
+        finally:
+            process.stop()
+    finally:
+        leases.release(lease)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _wait(process: Supervised, death: Callable[[], str | None]) -> None:
     while process.poll() is None:
         time.sleep(POLL_S)
-        if served and (death := experiment.servers.death()):
-            raise RunFailed("infrastructure", death)
+        if died := death():
+            raise RunFailed("infrastructure", died)
     if process.returncode != 0:
         tail = process.log_tail()
         told = [line for line in tail.splitlines() if line.startswith("evaluation failed: ")]
