@@ -132,7 +132,9 @@ class CostLog:
 
     def known(self, metrics: dict[str, float]) -> dict[str, float]:
         """By catalog name, as of the last look; `metrics`: those of the step, which carry the tokens."""
-        self._tokens |= {name.removeprefix("cost/"): value for name, value in metrics.items() if name.startswith("cost/tokens/")}
+        for name, value in metrics.items():
+            if name.startswith("cost/tokens/"):
+                self._tokens[name.removeprefix("cost/")] = value
         if time.monotonic() - self._exchanged >= COSTS_S:
             self.exchange()
         return self._known

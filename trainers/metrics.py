@@ -70,7 +70,7 @@ CATALOG: dict[str, MetricSpec] = {
             ("perf/peak_memory_bytes", "bytes", "max", "peak device memory; left out on CPU"),
             ("eval/accuracy", "1", "last", "mean reward of greedy completions on the held-out set"),
             ("cost/tokens/trained", "tokens", "total", "loss terms since the run's start, all ranks"),
-            ("cost/gpu_s/<role>", "s", "last", "GPU seconds the run has leased for its trainer or students, at most a minute old"),
+            ("cost/gpu_s/<role>", "s", "last", "GPU seconds leased for the trainer or the students, at most a minute old"),
             ("cost/idle_gpu_s/trainer", "s", "total", "of these, the trainer waited for work"),
             ("cost/usd", "USD", "last", "GPU hours × limits.usd_per_gpu_hour, at most a minute old"),
         ],
