@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig, absolute_paths
+from flows.config import GRPORunConfig, RunConfig, absolute_paths
 from flows.config_file import ConfigErrors, file_layers, merge_into, merge_layers, nest
-from flows.sweep_config import ACCURACY, SweepConfig
+from flows.sweep_config import ACCURACY, WATCHED_ACCURACY, SweepConfig
 from trainers.config import SECTIONS
 
 MAX_GRID = 10_000
@@ -82,7 +82,7 @@ class Plan:
         base = _without(self.config.base, self.config.space)
         layers = [("base", base), *((source, nest(field_path(key), value)) for key, value in params.items())]
         config = merge_layers(self.config.kind, [*layers, ("the sweep", given)]).config
-        self._check_metric(config, source)
+        self._check_trial(config)
         return config
 
     def grid(self) -> list[Params]:
@@ -126,19 +126,21 @@ class Plan:
         if lines:
             raise ConfigErrors(lines)
 
-    def _check_metric(self, config: RunConfig, source: str) -> None:
+    def _check_trial(self, config: RunConfig) -> None:
+        """What is right for a run alone, and not for trials that are compared."""
         if self.config.metric == ACCURACY and config.eval is None:
             raise ConfigErrors(
                 ["base: metric=accuracy is measured on a held-out set: give base.eval.dataset, or choose another metric"]
             )
-        if (
-            self.config.watched == "eval/accuracy"
-            and self.config.pruning.type != "none"
-            and not (config.eval and config.eval.every)
-        ):
+        evaluates = config.eval is not None and config.eval.every > 0
+        if self.config.watched == WATCHED_ACCURACY and self.config.pruning.type != "none" and not evaluates:
             raise ConfigErrors(
                 ["base: pruning by accuracy compares evaluations during training: set base.eval.every to the steps between two"]
             )
+        given = isinstance(config, GRPORunConfig) and config.servers.student.urls
+        if given and self.config.parallel > 1 and ("servers", "student", "url") not in map(field_path, self.config.space):
+            text = "trials at the same time would send their weights to the same server: write parallel=1, or leave the url out"
+            raise ConfigErrors([f"base: servers.student.url: {text}, so that each trial starts its own"])
 
     def _trial_of(self, number: int) -> dict[str, Any]:
         config = self.config

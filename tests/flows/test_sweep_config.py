@@ -79,6 +79,21 @@ def test_a_bad_combination_is_refused_with_its_trial() -> None:
     )
 
 
+def test_trials_at_the_same_time_do_not_share_a_server_that_is_trained() -> None:
+    base = {**SWEEP["base"], "reward_funcs": ["a:b"], "servers": {"student": {"url": "http://h:1"}}}
+    fields = {"kind": "grpo", "metric": "reward", "base": base, "space": {"learning_rate": [1.0, 2.0]}}
+    assert "base: servers.student.url: trials at the same time would send their weights" in refused(**fields)
+    checked(sweep_config(SWEEP | fields | {"parallel": 1}))
+    checked(sweep_config(SWEEP | fields | {"space": {"servers.student.url": ["http://h:1", "http://h:2"]}}))
+
+
+def test_pruning_by_accuracy_needs_evaluations_while_a_trial_trains() -> None:
+    base = {**SWEEP["base"], "eval": {"dataset": {"path": "e"}, "reward_func": "a:b"}}
+    fields = {"metric": "accuracy", "base": base, "pruning": "median"}
+    assert "set base.eval.every" in refused(**fields)
+    checked(sweep_config(SWEEP | fields | {"base": {**base, "eval": {**base["eval"], "every": 5}}}))
+
+
 def test_many_bad_trials_are_not_all_listed() -> None:
     lines = refused(space={"learning_rate": [-1.0 - index for index in range(9)]}).splitlines()
     assert len(lines) == 6 and lines[-1] == "and 4 more"
