@@ -33,6 +33,7 @@ _NAMESPACES = {
     "sample": "Training samples",
     "batch": "Batches",
     "perf": "Time and speed",
+    "cost": "Costs",
     "sweep": "Sweeps (of the parent run; the step is how many trials have finished)",
 }
 _REDUCTIONS = {

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infra.errors import NotEnoughGPUs, PortTaken
@@ -41,7 +42,7 @@ class Lease:
     resource: str
     lost: bool = False
     role: str = ""  # of a GPU: what it computes
-    since: float = field(default_factory=time.monotonic, kw_only=True)
+    since: float = 0.0  # of a GPU: by the manager's clock
 
 
 @dataclass
@@ -68,10 +69,17 @@ class GpuLease:
 class LeaseManager:
     """Takes leases for `owner` (default: this process) and renews them until released. Close it, or use it in `with`."""
 
-    def __init__(self, registry: Registry, owner: Owner | None = None, ttl_s: float = TTL_S, renew_s: float = RENEW_S) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        owner: Owner | None = None,
+        ttl_s: float = TTL_S,
+        renew_s: float = RENEW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.registry = registry
         self.owner = owner or Owner.current()
-        self.ttl_s, self.renew_s = ttl_s, renew_s
+        self.ttl_s, self.renew_s, self._clock = ttl_s, renew_s, clock
         self._held: dict[str, Lease] = {}
         self._gpu_s: Counter[str] = Counter()  # of GPUs that were released, by role
         self._lock = threading.Lock()
@@ -115,7 +123,7 @@ class LeaseManager:
             raise NotEnoughGPUs(
                 f"{count} GPUs are asked for; this machine has {len(present)}, of which {len(free)} are free: {free}"
             )
-        leases = [Lease(row.id, "gpu", row.resource, role=role) for row in rows]
+        leases = [Lease(row.id, "gpu", row.resource, role=role, since=self._clock()) for row in rows]
         for lease in leases:
             self._hold(lease)
         return GpuLease(leases)
@@ -142,7 +150,7 @@ class LeaseManager:
         for one in lease.leases if isinstance(lease, GpuLease) else [lease]:
             with self._lock:
                 if self._held.pop(one.id, None) is not None and one.kind == "gpu":
-                    self._gpu_s[one.role] += time.monotonic() - one.since  # type: ignore[assignment]
+                    self._gpu_s[one.role] += self._clock() - one.since  # type: ignore[assignment]
             if isinstance(one, PortLease) and one.socket is not None:
                 one.socket.close()
                 one.socket = None
@@ -154,7 +162,7 @@ class LeaseManager:
             seconds = Counter(self._gpu_s)
             for lease in self._held.values():
                 if lease.kind == "gpu":
-                    seconds[lease.role] += time.monotonic() - lease.since  # type: ignore[assignment]
+                    seconds[lease.role] += self._clock() - lease.since  # type: ignore[assignment]
         return dict(seconds)
 
     def held(self) -> list[Lease]:
