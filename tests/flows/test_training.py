@@ -94,6 +94,24 @@ def attempts(job: TrainerJob) -> list[tuple[str, str | None, str | None]]:
     return [(row.status, row.failure_class, row.cause.splitlines()[0] if row.cause else None) for row in rows]
 
 
+def test_a_used_up_limit_stops_the_trainer_and_keeps_the_next_from_starting(job: Make) -> None:
+    made = job(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); registry.progress(run['id'], {'step': 1}); time.sleep(600)",
+        "registry.progress(run['id'], {'step': 2})",
+    )
+    begun: list[int] = []
+    made.on_attempt = begun.append
+    made.over_limit = lambda: "limits.usd=2 is used up" if made.registry.get_run(made.run.id).progress else None
+    for _ in range(2):
+        with pytest.raises(RunFailed, match=r"^limits\.usd=2 is used up$") as caught:
+            train_to_the_end(made)
+        assert caught.value.failure == "user"
+    assert begun == [1, 2]
+    assert attempts(made) == [("FAILED", "user", "limits.usd=2 is used up")] * 2
+    assert made.registry.get_run(made.run.id).progress["step"] == 1
+    assert made.registry.list_leases("process") == []
+
+
 def test_the_trainer_gets_config_and_run_in_a_file_and_the_key_by_environment_only(job: Make) -> None:
     seen: list[dict[str, Any]] = []
     made = job(
@@ -107,7 +125,7 @@ def test_the_trainer_gets_config_and_run_in_a_file_and_the_key_by_environment_on
     assert attempts(made) == [("FINISHED", None, None)]
     assert seen[-1]["step"] == 7
     written = (made.folder / "logs" / "trainer-1.json").read_text()
-    assert "secret-key" not in written and '"a": "b"' in written
+    assert "secret-key" not in written and made.registry.url not in written and '"a": "b"' in written
     assert made.registry.list_leases("process") == []
 
 
