@@ -106,6 +106,16 @@ def test_a_run_whose_owner_is_gone_has_failed(registry, dead):
     assert reap(registry).runs == {}
 
 
+def test_a_run_whose_flow_was_being_stopped_is_killed(registry, dead):
+    run = registry.create_run("theirs", "train-grpo")
+    registry.update_run(run.id, status="RUNNING", owner=dead)
+    registry.start_attempt(run.id)
+    registry.end_attempt(run.id, 1, "KILLED", cause="stopped by SIGTERM")
+    assert reap(registry).runs == {"theirs": "KILLED"}
+    row = registry.get_run("theirs")
+    assert (row.status, row.failure_class, row.cause, row.owner) == ("KILLED", None, "stopped by SIGTERM", dead)
+
+
 def test_a_run_that_is_resumed_meanwhile_is_not_failed(registry, dead, monkeypatch):
     run = registry.create_run("resumed", "train-grpo")
     registry.update_run(run.id, status="RUNNING", owner=dead)
