@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ def check_dataset(
 ) -> Iterator[str]:
     """It can be read, and has the columns that the run and its reward functions need."""
     from trainers.data import load_data
+    from trainers.rewards.columns import missing_columns
 
     try:
         rows = load_data(dataset.model_validate(resolve(dataset.model_dump())))
@@ -102,26 +103,10 @@ def check_dataset(
             rows.require(column)
         except LoopwrightError as error:
             yield f"{name}: {_first_line(error)}"
+    columns = [column for column in rows.columns if column != dataset.prompt_column]
     for reward, function in rewards.items():
-        for column in _missing_columns(function, rows.columns):
+        for column in missing_columns(function, columns):
             yield f"{name}: {rows.source} has no column `{column}`, which {reward} needs; it has: {', '.join(rows.columns)}"
-
-
-def _missing_columns(function: Callable[..., Any], columns: Sequence[str]) -> Iterator[str]:
-    """Parameters without a default that neither the engine nor the dataset provides."""
-    # Alternatives, of which the signature requires none: one group of columns is needed, whole.
-    choices: tuple[tuple[str, ...], ...] = getattr(getattr(function, "func", function), "column_choices", ())
-    if choices and not any(set(group) <= set(columns) for group in choices):
-        yield "` or `".join("` and `".join(group) for group in choices)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # built in C: says nothing of its parameters
-        return
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.default is not parameter.empty:
-            continue
-        if parameter.name not in ("prompts", "completions", "completion_ids", *columns):
-            yield parameter.name
 
 
 def check_storage(folder: Path) -> Iterator[str]:

@@ -33,6 +33,8 @@ from trainers.errors import CheckpointError, ConfigError
 from trainers.loggers import reporting_callbacks
 from trainers.loop import TrainLoop
 from trainers.rewards import reward_name
+from trainers.rewards.columns import require_columns_of
+from trainers.rollouts.environments import class_tools
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.payload import Payload, count_train_call, in_rollout_process, require_picklable
 from trainers.rollouts.tools import Toolbox, make_tool
@@ -128,6 +130,8 @@ class AsyncGRPOTrainer:
         data = as_data(self.train_dataset, "train_dataset")
         if self.environment_factory is None:
             data.require("prompt")
+        named = [(reward_name(function), function) for function in self.reward_funcs]
+        require_columns_of(named, data.source, data.columns, "prompt")
         if not issubclass(self.loop_cls, AsyncRolloutLoop):
             raise TypeError(f"loop_cls is {self.loop_cls!r}: it must be a subclass of AsyncRolloutLoop")
         if self._model is None and self.model_name.startswith(("/", ".", "~")) and not Path(self.model_name).is_dir():
@@ -258,7 +262,9 @@ class AsyncGRPOTrainer:
         for tool in self.tools:
             require_picklable("tool", tool)
         require_picklable("environment_factory", self.environment_factory)
-        Toolbox([make_tool(tool) for tool in self.tools])  # what is wrong with their docstrings is said before anything starts
+        # What is wrong with their docstrings is said before anything starts.
+        methods = class_tools(self.environment_factory) if isinstance(self.environment_factory, type) else []
+        Toolbox([*(make_tool(tool) for tool in self.tools), *methods])
         require_picklable("loop class", payload.loop_class)
         require_picklable("args", payload.args)
         return payload

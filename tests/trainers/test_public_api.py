@@ -18,7 +18,7 @@ from tests.support.scripts import CURRICULUM, QUICKSTART, ROOT, run_script
 from tests.support.tiny_model import build_model, build_tokenizer
 from trainers import AsyncGRPOConfig, AsyncGRPOTrainer
 from trainers.errors import CheckpointError, ConfigError, DatasetError
-from trainers.rewards import accuracy_reward
+from trainers.rewards import accuracy_reward, code_reward
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}]
 # A port nothing listens on: whoever got that far would fail otherwise, and later.
@@ -86,6 +86,39 @@ class Environment:
 
     def get_reward(self) -> float:
         return 1.0
+
+
+class Undescribed:
+    """An environment one of whose tools the model could not be told of."""
+
+    def reset(self, **row):
+        return None
+
+    def jump(self, height: int):
+        return height
+
+
+def test_an_environment_class_with_a_wrong_docstring_is_found_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"tool `jump`: .*no docstring"):
+        make(tmp_path, environment_factory=Undescribed).train()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda completions, colour: [0.0], r"needs `colour`: train_dataset has only: answer\. Add the column"),
+        (
+            lambda completions, prompt, **rest: [0.0],
+            r"needs `prompt`: the prompt comes as `prompts`; train_dataset has",
+        ),
+        (code_reward, "needs `tests` or `test` and `entry_point` or `inputs` and `outputs`: train_dataset has only: answer"),
+    ],
+)
+def test_a_reward_that_asks_for_what_no_column_gives_is_found_at_once(tmp_path, reward, message):
+    with pytest.raises(DatasetError, match=message):
+        make(tmp_path, reward_funcs=reward)
+    make(tmp_path, reward_funcs=lambda prompts, completions, completion_ids, answer, other=1, **rest: [0.0])
 
 
 def test_a_loop_class_made_in_a_function_is_a_type_error(tmp_path):

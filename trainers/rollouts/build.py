@@ -98,7 +98,7 @@ async def build_engine(
                 form=SamplingForm.of(config, algorithm.sampler_needs()),
             ),
             conversations=parts.conversations(config, lambda: holder[0].progress()),
-            scorer=parts.scorer(config),
+            scorer=parts.scorer(config, rows),
             metrics=metrics,
             next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
             progress=lambda: holder[0].progress(),

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from trainers.errors import ConfigError
@@ -39,6 +40,28 @@ class Episode:
 
     environment: Any
     observation: Any  # None: nothing to add to the prompt
+
+
+def tool_names(kind: type) -> list[str]:
+    """The methods of an environment's class that the model may call. Raises `ConfigError` if it has no `reset`."""
+    # Looked up on the class: asking the object would run its properties.
+    public = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
+    if "reset" not in public:
+        raise ConfigError(
+            f"environment {kind.__name__} has no method `reset`: write `def reset(self, **row)`, which prepares it for a "
+            "dataset row and returns what the model is shown first, or None"
+        )
+    return [name for name in public if name not in _NOT_TOOLS]
+
+
+def class_tools(kind: type) -> list[Tool]:
+    """The tools that environments of this class would have, none being made. Raises `ConfigError` as `make_tool` does."""
+    methods = []
+    for name in tool_names(kind):
+        bound = isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
+        method = getattr(kind, name)
+        methods.append(method if bound else MethodType(method, object()))  # as of an instance: without `self`
+    return [make_tool(method, of_environment=True) for method in methods]
 
 
 class Environments:
@@ -70,15 +93,8 @@ class Environments:
             raise ConfigError(f"environment_factory() failed: {type(error).__name__}: {error}") from error
         self._example = environment
         kind = type(environment)
-        # Looked up on the class: asking the object would run its properties.
-        public = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
-        if "reset" not in public:
-            raise ConfigError(
-                f"environment {kind.__name__} has no method `reset`: write `def reset(self, **row)`, which prepares it for a "
-                "dataset row and returns what the model is shown first, or None"
-            )
-        self._methods = [name for name in public if name not in _NOT_TOOLS]
-        self.reward_name = sanitize(kind.__name__) if "get_reward" in public else None
+        self._methods = tool_names(kind)
+        self.reward_name = sanitize(kind.__name__) if hasattr(kind, "get_reward") else None
         parameters = inspect.signature(environment.reset).parameters.values()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             self._reset_takes = {parameter.name for parameter in parameters}

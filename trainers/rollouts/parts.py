@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainers.config import GRPOConfig, TrainerConfig
-from trainers.data import PromptBuilder, load_tokenizer
+from trainers.data import PromptBuilder, Rows, load_tokenizer
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag
 from trainers.references import resolve
 from trainers.rewards import load_callable, load_object
+from trainers.rewards.columns import require_columns_of
 from trainers.rollouts.conversation import Conversations
 from trainers.rollouts.environments import Environments
 from trainers.rollouts.loop import AsyncRolloutLoop
@@ -28,6 +29,7 @@ from trainers.rollouts.payload import Payload
 from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.side_calls import SideCalls
 from trainers.rollouts.tools import Toolbox, make_tool
+from trainers.streams import Stream
 
 
 @contextmanager
@@ -110,12 +112,18 @@ class Parts:
             progress=progress,
         )
 
-    def scorer(self, config: GRPOConfig) -> Scorer:
-        """The reward functions. Raises `ConfigError` where nothing at all would give a reward."""
+    def scorer(self, config: GRPOConfig, rows: Rows | Stream) -> Scorer:
+        """The reward functions.
+
+        Raises:
+            ConfigError: nothing at all would give a reward, or a function needs a column that `rows` has not.
+        """
         functions = self._payload.reward_funcs or [load_callable(spec) for spec in config.reward_funcs]
         if config.reward_weights is not None and len(config.reward_weights) != len(functions):
             raise ConfigError(f"reward_weights has {len(config.reward_weights)} values for {len(functions)} reward functions")
         scorer = Scorer(functions, config.reward_weights, self._metrics)
+        named = [(function.name, function.function) for function in scorer.functions]
+        require_columns_of(named, rows.source, rows.columns, config.dataset.prompt_column)
         own = self._environments.reward_name if self._environments is not None else None
         if own is not None and own in [function.name for function in scorer.functions]:
             raise ConfigError(f"a reward function and the environment's class are both called `{own}`: rename one")
