@@ -53,7 +53,7 @@ class S3Server:
         }
 
     def start(self, secret: str = SECRET_KEY) -> None:
-        arguments = ["--addr", f"127.0.0.1:{self.port}", "--dir-cache-time", "0s", "--config", os.devnull]
+        arguments = ["--addr", f"127.0.0.1:{self.port}", "--config", os.devnull]
         # By the environment: a command line shows in every list of processes.
         environment = {**os.environ, "RCLONE_AUTH_KEY": f'"{ACCESS_KEY},{secret}"'}
         with self.log.open("ab") as log:
@@ -82,6 +82,15 @@ class S3Server:
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def down(self) -> Iterator[Path]:
+        """The bucket's folder while the server is away, to damage objects in: while it is up, it remembers sizes."""
+        self.stop()
+        try:
+            yield self.folder
+        finally:
+            self.start()
 
     def files(self, prefix: str = "") -> dict[str, int]:
         """Key and size of every object."""
