@@ -18,6 +18,8 @@ from infra.registry import Registry, RunRow
 from infra.vllm import Needs, ServerSpec, VLLMServer, start_server
 from trainers.references import resolve
 
+STARTING_GRACE_S = 1.0
+
 
 def needs(config: GRPORunConfig) -> Needs:
     """What the run asks of its student: room for at least one prompt token before the longest completion, and its logprobs."""
@@ -117,11 +119,12 @@ class Student:
 
     def stop(self) -> None:
         """Stop what was started and free its port; the devices stay leased."""
-        self._details = {}
+        ready, self._details = bool(self._details), {}
         # Taken at once: a start that is given up in its thread ends here too.
         server, self._server = self._server, None
         if server is not None:
-            server.stop()
+            # One that is still starting has nothing to finish, and may not listen to SIGTERM before it is done.
+            server.stop(None if ready else STARTING_GRACE_S)
             self._registry.end_server(self._row_id, server.describe_exit())
         port, self._port = self._port, None
         if port is not None:

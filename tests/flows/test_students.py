@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flows.config import GRPORunConfig
 from flows.runs import open_run
 from flows.server_health import Pulse
 from flows.server_requests import ServersRefused, ask
+from flows.student import Student
 from flows.students import Students
 from infra.errors import ServerStartFailed, ServerUnreachable
 from infra.leases import LeaseManager
@@ -310,3 +312,34 @@ def test_a_request_that_nobody_waits_for_any_more_is_thrown_away(run: Any) -> No
     (box / "a.ask.json").write_text(json.dumps(old))  # of a command that was killed
     made.students.tend()
     assert list(made.places) == ["student-0"] and not list(box.iterdir())
+
+
+def test_a_server_that_is_still_starting_is_given_a_second_and_one_that_is_ready_its_own_time(
+    home: Path, config: Callable[..., GRPORunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM to a flow whose servers start: they have nothing to finish, and Prefect kills a flow 30 s after it cancels it."""
+    registry = Registry()
+    run = registry.create_run("test", "train-grpo", output_dir=str(home))
+    graces: list[float | None] = []
+
+    class Server:
+        url, process = "http://127.0.0.1:1", SimpleNamespace(pid=1)
+        wait_ready = require = lambda self, *args, **options: None
+
+        def stop(self, grace_s: float | None = None) -> None:
+            graces.append(grace_s)
+
+        def describe_exit(self) -> str:
+            return "exit code 0"
+
+        def capabilities(self) -> SimpleNamespace:
+            return SimpleNamespace(model="m", version="1", max_model_len=64, device="cpu")
+
+    monkeypatch.setattr("flows.student.start_server", lambda *args, **options: Server())
+    with LeaseManager(registry) as leases:
+        student = Student(config(), run, registry, leases, "student-0", "key")
+        student.start(print)
+        student.stop()
+        monkeypatch.setattr(Server, "wait_ready", lambda self, *args, **options: student.stop())
+        student.start(print)
+    assert graces == [None, 1.0]
