@@ -218,7 +218,7 @@ def lives_through_outages(
         assert artifacts["progress"]["data"] == 100.0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_lives_through_outages_of_ten_seconds(
     home: Path, tmp_path: Path, services: Services, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
