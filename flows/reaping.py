@@ -21,7 +21,9 @@ from typing import Any
 
 import httpx
 
+from flows.connections import prefect_login, running
 from flows.sweep_reaping import reap_sweeps
+from infra.process import carrying
 from infra.reaper import owner_alive, reap
 from infra.registry import Owner, Registry, RunRow
 from infra.registry_records import SweepRow
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 _UNFINISHED = ["RUNNING", "CANCELLING"]
 _CANCELLED = ("CANCELLING", "CANCELLED")
 SETTLING_S = 60.0  # a flow's last state reaches Prefect well within this after its run has ended
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"  # of a process that a worker started
 LEAST_PAUSE_S = 2.0  # before a lost run is taken up again; longer than it takes to schedule it
 
 
@@ -42,7 +45,7 @@ def reap_all(registry: Registry | None = None) -> str:
     parts = [str(report), *(f"sweep {name}: FAILED" for name in reap_sweeps(registry))]
     if (url := prefect_url()) is not None:
         try:
-            with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
+            with httpx.Client(base_url=url, auth=prefect_login(), timeout=10.0, trust_env=False) as client:
                 crashed, resumed = _end_flow_runs(registry, client), _resume_lost(registry, client)
         except httpx.HTTPError as error:
             log.warning("Prefect at %s did not answer the reaper: %s", url, error)
@@ -54,8 +57,6 @@ def reap_all(registry: Registry | None = None) -> str:
 
 def prefect_url() -> str | None:
     """The API that is known to be there: named by the environment, or of `loopwright up`."""
-    from flows.services import running
-
     up = running()
     return os.environ.get("PREFECT_API_URL") or (up.prefect_url if up else None)
 
@@ -98,6 +99,10 @@ def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
     query = {"flow_runs": {"state": {"type": {"any_": _UNFINISHED}}}, "limit": 200}
     for flow_run in client.post("/flow_runs/filter", json=query).raise_for_status().json():
         run = done.get(flow_run["id"])
+        if run is None and _is_gone(flow_run, client):
+            message = "its process is gone, before it took up a run"
+            _set_state(client, flow_run["id"], {"type": "CRASHED", "name": "Crashed", "message": message})
+            ended.append(flow_run["id"])
         # Running since the run ended: a retry that has not taken the row up yet.
         if run is None or _seconds(flow_run["state"]["timestamp"]) > run.updated_at:
             continue
@@ -108,6 +113,14 @@ def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
         _set_state(client, flow_run["id"], {"type": kind, "name": kind.capitalize(), "message": message})
         ended.append(flow_run["id"])
     return ended
+
+
+def _is_gone(flow_run: dict[str, Any], client: httpx.Client) -> bool:
+    """Whether a worker's flow run has no process. Told only of a Prefect on loopback, whose workers are all on this machine."""
+    known = flow_run.get("deployment_id") is not None and client.base_url.host in ("127.0.0.1", "localhost", "::1")
+    if not known or time.time() - _seconds(flow_run["state"]["timestamp"]) < SETTLING_S:
+        return False
+    return os.environ.get(FLOW_RUN_VARIABLE) != flow_run["id"] and not carrying(FLOW_RUN_VARIABLE, flow_run["id"])
 
 
 def _set_state(client: httpx.Client, flow_run_id: str, state: dict[str, Any]) -> None:

@@ -187,7 +187,12 @@ def _first_status(path: Path, process: subprocess.Popen[bytes]) -> dict[str, Any
 
 def marked(lease: str) -> list[int]:
     """Pids of this user's processes that a command of `lease` started, supervisor included."""
-    needle = f"\0{MARK}={lease}\0".encode()
+    return carrying(MARK, lease)
+
+
+def carrying(variable: str, value: str) -> list[int]:
+    """Pids of this user's processes, but for this one, that were started with an environment variable of this value."""
+    needle = f"\0{variable}={value}\0".encode()
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

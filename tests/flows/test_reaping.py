@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from flows.reaping import SETTLING_S, _nobody_will_end, _resume_lost
+from flows.reaping import FLOW_RUN_VARIABLE, SETTLING_S, _is_gone, _nobody_will_end, _resume_lost
+from infra.process import carrying
 from infra.registry import Owner, Registry
+from tests.support.waiting import wait_until
 
 GONE = Owner(2**22 + 1, 1.0, Owner.current().host)  # above the largest pid
 
@@ -53,6 +58,29 @@ class FakePrefect:
         self.given.append(json.loads(request.content)["state"])
         self.flow_run["state"] = self.given[-1]
         return httpx.Response(201, json={})
+
+
+def running_flow_run(deployment: str | None = "d", age_s: float = 2 * SETTLING_S) -> dict[str, Any]:
+    began = datetime.fromtimestamp(time.time() - age_s, UTC).isoformat()
+    return {"id": "f", "state": {"type": "RUNNING", "timestamp": began}, "deployment_id": deployment}
+
+
+@pytest.mark.parametrize(
+    ("flow_run", "host", "gone"),
+    [
+        (running_flow_run(), "127.0.0.1", True),
+        (running_flow_run(), "prefect.example", False),  # its worker may be anywhere
+        (running_flow_run(deployment=None), "127.0.0.1", False),  # `loopwright run`
+        (running_flow_run(age_s=0.0), "127.0.0.1", False),
+    ],
+)
+def test_a_flow_run_without_a_process_or_a_row_is_gone(flow_run: dict[str, Any], host: str, gone: bool) -> None:
+    with httpx.Client(base_url=f"http://{host}:1/api") as client:
+        assert _is_gone(flow_run, client) is gone
+        sleeper = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+        with subprocess.Popen(sleeper, stdin=subprocess.PIPE, env={FLOW_RUN_VARIABLE: "f", "PATH": ""}) as process:
+            wait_until(lambda: carrying(FLOW_RUN_VARIABLE, "f") == [process.pid])
+            assert not _is_gone(flow_run, client)
 
 
 def lost_run(folder: Path, **columns: Any) -> Registry:
