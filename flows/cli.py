@@ -24,6 +24,9 @@ KINDS = click.Choice(["grpo", "sft"])
 @click.version_option(package_name="loopwright")
 def cli() -> None:
     """Post-training experiments on language models: start, watch, resume."""
+    from flows.connections import connect
+
+    connect()
 
 
 @cli.command()
@@ -79,11 +82,23 @@ def show_config(kind: str, path: Path, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command()
-def up() -> None:
-    """Start Prefect, MLflow and a worker on this machine; they stay up until `loopwright down`."""
-    from flows.services import start
+@click.option("--shared", is_flag=True, help="For other machines too: on one private address, behind keys.")
+@click.option("--host", help="With --shared: the address. Default: this machine's private one.")
+@click.option("--prefect-port", type=click.IntRange(0, 65535), help="Default: any free one; 4200 if shared.")
+@click.option("--mlflow-port", type=click.IntRange(0, 65535), help="Default: any free one; 5000 if shared.")
+@click.option("--show-keys", is_flag=True, help="Print what another machine sets to use shared services, keys included.")
+def up(shared: bool, host: str | None, prefect_port: int | None, mlflow_port: int | None, show_keys: bool) -> None:
+    """Start Prefect, MLflow and a worker on this machine; they stay up until `loopwright down`.
 
-    _table(start())
+    A server that PREFECT_API_URL or MLFLOW_TRACKING_URI names is used instead of one started here.
+    """
+    from flows.services import start
+    from flows.sharing import other_machines
+
+    if shared or not show_keys:
+        _table(start(shared, host, prefect_port, mlflow_port))
+    if show_keys:
+        click.echo("\n".join(other_machines()))
 
 
 @cli.command()

@@ -46,7 +46,7 @@ def examine(python: str | None = None, deep: bool = False) -> list[Finding]:
         ("ports", checkup.ports),
         ("storage", storage),
         ("database", lambda: checkup.database(default_url())),
-        ("tracking", lambda: tracking(os.environ.get("MLFLOW_TRACKING_URI") or default_uri())),
+        ("tracking", lambda: tracking(default_uri())),
         ("Prefect", prefect),
     ]
     if deep:

@@ -15,6 +15,7 @@ import httpx
 
 from flows import artifacts
 from flows.config import RunConfig, trainer_fields
+from flows.connections import mlflow_login, running
 from flows.costs import Meter
 from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
 from infra.leases import GpuLease, LeaseManager, visible_gpus
@@ -157,14 +158,12 @@ class Experiment:
 
 def mlflow_page(uri: str, run_id: str) -> str | None:
     """Address of a run's page: on the tracking server, or on that of `loopwright up`; None if there is none to ask."""
-    from flows.services import running
-
     up = running()
     base = uri if uri.startswith("http") else up.mlflow_url if up and uri == default_uri() else None
     if base is None:
         return None
     try:
-        answer = httpx.get(f"{base}/api/2.0/mlflow/runs/get", params={"run_id": run_id}, timeout=5.0)
+        answer = httpx.get(f"{base}/api/2.0/mlflow/runs/get", params={"run_id": run_id}, auth=mlflow_login(), timeout=5.0)
         answer.raise_for_status()
         experiment = answer.json()["run"]["info"]["experiment_id"]
     except (httpx.HTTPError, KeyError, ValueError):

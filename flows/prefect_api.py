@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from flows.connections import client_environment, running
 from infra.home import home
 from infra.leases import LeaseManager, PortLease
 from infra.process import Supervised
@@ -30,16 +31,16 @@ class PrefectServerError(ServerError):
     """Prefect's server did not come up."""
 
 
-def settings(port: int) -> dict[str, str]:
+def settings(port: int, host: str = "127.0.0.1") -> dict[str, str]:
     """Prefect's settings for a server on this machine's `port`, and for its clients."""
     folder = home() / "prefect"
     folder.mkdir(mode=0o700, exist_ok=True)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     return {
         "PREFECT_HOME": str(folder),
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_UI_API_URL": f"{url}/api",
-        "PREFECT_SERVER_API_HOST": "127.0.0.1",
+        "PREFECT_SERVER_API_HOST": host,
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
@@ -48,15 +49,19 @@ def settings(port: int) -> dict[str, str]:
     }
 
 
-def start_server(lease: PortLease) -> Supervised:
-    """A Prefect server with its UI on a leased loopback port, healthy. It ends with this process.
+def start_server(lease: PortLease, auth: str | None = None) -> Supervised:
+    """A Prefect server with its UI on a leased port, healthy. It ends with this process. `auth`: what it asks clients for.
+
+    Its database is the file in `<home>/prefect`, or what PREFECT_SERVER_DATABASE_CONNECTION_URL names.
 
     Raises:
         PrefectServerError: it ended or was not healthy in time; the message has the end of its log.
     """
-    environment = settings(lease.port)
+    environment = settings(lease.port, lease.host)
+    if auth is not None:
+        environment["PREFECT_SERVER_API_AUTH_STRING"] = auth
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-    command += ["--host", "127.0.0.1", "--port", str(lease.port), "--log-level", "error", "--lifespan", "on"]
+    command += ["--host", lease.host, "--port", str(lease.port), "--log-level", "error", "--lifespan", "on"]
     log = home() / "prefect" / f"server-{lease.port}.log"
     with _start_lock():
         process = Supervised.start(command, env={**os.environ, **environment}, log=log, lease=lease.id)
@@ -67,14 +72,14 @@ def start_server(lease: PortLease) -> Supervised:
 @contextmanager
 def api() -> Iterator[str]:
     """Make this process use an API and yield its address. Must come before `prefect` is imported for the first time."""
-    from flows.services import running
-
     if url := os.environ.get("PREFECT_API_URL"):
         yield url
         return
     up = running()
     if up is not None:
-        os.environ.update(settings(up.prefect_port))
+        if up.prefect_port is not None:
+            os.environ.update(settings(up.prefect_port, up.host))
+        os.environ.update({"PREFECT_API_URL": up.prefect_url, **client_environment(up)})
         yield up.prefect_url
         return
     with LeaseManager(Registry()) as leases:

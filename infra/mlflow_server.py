@@ -1,7 +1,9 @@
-"""A local MLflow server over the Loopwright home: what `loopwright up` serves, and what tests talk to.
+"""An MLflow server: what `loopwright up` serves, and what tests talk to.
 
 Data are `<home>/mlflow/mlflow.db` and `<home>/mlflow/artifacts/`: the store that runs without a server write to directly, so
-runs tracked before the server was started show up in it. It listens on loopback only.
+runs tracked before the server was started show up in it. MLflow's own variables put them elsewhere: MLFLOW_BACKEND_STORE_URI
+(a database, whose password thus is on no command line), MLFLOW_DEFAULT_ARTIFACT_ROOT (a place clients write to themselves),
+MLFLOW_ARTIFACTS_DESTINATION (one the server writes to for them).
 """
 
 from __future__ import annotations
@@ -12,28 +14,49 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
 
 from infra.home import home
+from infra.mlflow_guard import APP_NAME, PLUGIN
+
+BACKEND_VARIABLE = "MLFLOW_BACKEND_STORE_URI"
 
 
 class MLflowServerError(RuntimeError):
     """The server ended or did not answer in time; the message ends with the last lines of its log."""
 
 
-def command(port: int, folder: Path | None = None) -> list[str]:
-    """The server's command line. `folder`: where its data are; default `<home>/mlflow`, made if it is missing."""
+def command(port: int, folder: Path | None = None, host: str = "127.0.0.1", remote: bool = False) -> list[str]:
+    """The server's command line.
+
+    Args:
+        folder: where its data are; default `<home>/mlflow`, made if it is missing, or what MLflow's variables say.
+        remote: clients reach it by HTTP only, so artefacts go through it unless MLFLOW_DEFAULT_ARTIFACT_ROOT names a place
+            that they reach themselves.
+    """
+    given = os.environ if folder is None else {}
     folder = folder or home() / "mlflow"
     (folder / "artifacts").mkdir(parents=True, exist_ok=True)
-    return [
-        *(sys.executable, "-m", "mlflow", "server"),
-        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"),
+    arguments = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    if BACKEND_VARIABLE not in given:
+        arguments += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    if "MLFLOW_DEFAULT_ARTIFACT_ROOT" in given:
+        arguments.append("--no-serve-artifacts")
+    elif not remote:
         # Clients are on this machine and write artefacts themselves; a model does not travel through HTTP.
-        *("--no-serve-artifacts", "--default-artifact-root", (folder / "artifacts").as_uri()),
-    ]
+        arguments += ["--no-serve-artifacts", "--default-artifact-root", (folder / "artifacts").as_uri()]
+    elif "MLFLOW_ARTIFACTS_DESTINATION" not in given:
+        arguments += ["--artifacts-destination", (folder / "artifacts").as_uri()]
+    return arguments
+
+
+def guarded(arguments: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of the same server behind the password that `environment` holds for clients."""
+    path = os.pathsep.join(filter(None, [str(PLUGIN), environment.get("PYTHONPATH")]))
+    return [*arguments, "--app-name", APP_NAME], {**environment, "PYTHONPATH": path}
 
 
 def environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -54,9 +55,11 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 def default_uri() -> str:
-    """MLflow's own store in the Loopwright home, which `loopwright up` serves too."""
+    """What MLFLOW_TRACKING_URI names, else MLflow's own store in the Loopwright home, which `loopwright up` serves too."""
     from infra.home import home
 
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
     return f"sqlite:///{home() / 'mlflow' / 'mlflow.db'}"
 
 
