@@ -21,15 +21,13 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from uuid import UUID
 
-from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import BlockDocumentCreate, BlockDocumentUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import CallWebhook, ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
-from prefect.types import SecretDict
-from pydantic import SecretStr
 
 from trainers.errors import ConfigError
 
@@ -39,7 +37,7 @@ SILENCE_S = (
     300.0  # of a flow run that is then taken for dead; more than Prefect's own interval of 180 s, which a script may have
 )
 PENDING_S = 900.0  # of a flow run that never started
-BLOCK = "loopwright-notify"
+BLOCK, WEBHOOK = "loopwright-notify", "webhook"
 NO_HEARTBEAT, STUCK, CRASHED, NOTIFY = (
     "loopwright: no heartbeat",
     "loopwright: stuck in Pending",
@@ -185,13 +183,16 @@ def _ruled(automation: AutomationCore) -> dict[str, Any]:
 
 def _webhook(client: SyncPrefectClient, url: str) -> tuple[UUID, bool]:
     """The block that holds the address, encrypted by Prefect's server; and whether it is another address than before."""
-    headers = {"Content-Type": "application/json"}
-    slug = Webhook.get_block_type_slug()
+    data = {"url": url, "headers": {"Content-Type": "application/json"}}
     try:
-        found = client.read_block_document_by_name(BLOCK, slug, include_secrets=True)
-        if (found.data.get("url"), found.data.get("headers")) == (url, headers):
-            return found.id, False
+        found = client.read_block_document_by_name(BLOCK, WEBHOOK, include_secrets=True)
     except ObjectNotFound:
-        pass
-    Webhook(url=SecretStr(url), headers=SecretDict(headers)).save(BLOCK, overwrite=True)
-    return client.read_block_document_by_name(BLOCK, slug).id, True
+        kind = client.read_block_type_by_slug(WEBHOOK)
+        schema = client.get_most_recent_block_schema_for_block_type(kind.id)
+        assert schema is not None, "Prefect's server has no schema of its own webhook block"
+        new = BlockDocumentCreate(name=BLOCK, data=data, block_schema_id=schema.id, block_type_id=kind.id)
+        return client.create_block_document(new).id, True
+    if {name: found.data.get(name) for name in data} == data:
+        return found.id, False
+    client.update_block_document(found.id, BlockDocumentUpdate(data=data))
+    return found.id, True

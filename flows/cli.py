@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from flows.deploy_cli import PRESET, deploy, presets, split_settings
 from flows.reproduce_cli import reproduce
 from flows.runs_cli import print_runs, runs
 from flows.servers_cli import servers
@@ -31,10 +31,10 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("kind", type=KINDS)
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
-def run(kind: str, config: Path, overrides: tuple[str, ...]) -> None:
-    """Run an experiment from CONFIG (YAML or JSON).
+@click.argument("settings", nargs=-1, metavar="[CONFIG] [FIELD=VALUE]...")
+@PRESET
+def run(kind: str, settings: tuple[str, ...], preset: str | None) -> None:
+    """Run an experiment from CONFIG (YAML or JSON), or from a preset (`loopwright config presets`), or from both.
 
     FIELD=VALUE sets a field, dotted for nested ones: `num_generations=16 servers.student.max_model_len=512`. With
     `loopwright up` running, the run shows there; else Prefect's server is started for as long as the run takes.
@@ -42,7 +42,7 @@ def run(kind: str, config: Path, overrides: tuple[str, ...]) -> None:
     from flows.config import absolute_paths
     from flows.launch import launch
 
-    launch(absolute_paths(_load(kind, config, overrides).config))
+    launch(absolute_paths(_load(kind, settings, preset).config))
 
 
 @cli.command()
@@ -71,13 +71,13 @@ def config() -> None:
 
 @config.command("show")
 @click.argument("kind", type=KINDS)
-@click.argument("path", metavar="CONFIG", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
-def show_config(kind: str, path: Path, overrides: tuple[str, ...]) -> None:
+@click.argument("settings", nargs=-1, metavar="[CONFIG] [FIELD=VALUE]...")
+@PRESET
+def show_config(kind: str, settings: tuple[str, ...], preset: str | None) -> None:
     """Each field's value and where it came from. References to the environment are shown as written."""
     import json
 
-    loaded = _load(kind, path, overrides)
+    loaded = _load(kind, settings, preset)
     _table([(name, json.dumps(value, ensure_ascii=False), source) for name, value, source in loaded.rows()])
 
 
@@ -157,6 +157,8 @@ def quickstart(seed: int) -> None:
 
 cli.add_command(runs)
 cli.add_command(servers)
+cli.add_command(deploy)
+config.add_command(presets)
 cli.add_command(sweep)
 cli.add_command(reproduce)
 
@@ -183,7 +185,8 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError | NotFound) else 1)
 
 
-def _load(kind: str, path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
+def _load(kind: str, settings: tuple[str, ...], preset: str | None) -> LoadedConfig:
     from flows.config_file import load_config
 
-    return load_config(kind, path, overrides)
+    path, overrides = split_settings(settings, preset)
+    return load_config(kind, path, overrides, preset=preset)

@@ -1,6 +1,8 @@
 """A run config from its sources, with the source of every value kept.
 
-    environment LOOPWRIGHT_A__B ─▶ file (YAML or JSON) ─▶ command line a.b=value     a later one wins; mappings are merged
+    environment LOOPWRIGHT_A__B ─▶ preset ─▶ file (YAML or JSON) ─▶ command line a.b=value
+
+A later one wins; mappings are merged.
 
 Values of overrides and variables are read as YAML, in Hydra's manner: `num_generations=16`, `optim.learning_rate=1e-4`,
 `servers.student.extra_args='["--x"]'`, `reward_funcs.0.kwargs.pattern=…`. References (`${oc.env:NAME}`) stay as written.
@@ -21,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flows.config import RUN_CONFIGS, RunConfig
+from flows.presets import find_preset
 from flows.yaml_text import parse_yaml
 from trainers.config import SECTIONS, StrictModel
 from trainers.errors import ConfigError
@@ -28,7 +31,7 @@ from trainers.references import is_reference, problems
 
 PREFIX = "LOOPWRIGHT_"
 # Variables of Loopwright that are no config fields.
-RESERVED = {"HOME", "LEASE", "REGISTRY_URL", "ROLLOUT_PROCESS", "WEIGHT_DIRS"}
+RESERVED = {"HOME", "LEASE", "NOTIFY_URL", "REGISTRY_URL", "ROLLOUT_PROCESS", "WEIGHT_DIRS"}
 
 
 class ConfigErrors(ConfigError):
@@ -55,16 +58,22 @@ class LoadedConfig:
 
 
 def load_config(
-    kind: str, path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    kind: str,
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    preset: str | None = None,
 ) -> LoadedConfig:
     """Read, merge and validate a run config of algorithm `kind` (`grpo`, `sft`).
 
     Raises:
         ConfigErrors: with one line per problem, each naming the file, override or variable it comes from.
+        ConfigError: there is no such preset of this kind.
     """
     cls = RUN_CONFIGS[kind]
     lines: list[str] = []
-    layers = [*_environment(cls, environ, lines), *_file(path, lines), *_command_line(overrides, lines)]
+    start = [] if preset is None else [(f"preset {preset}", dict(find_preset(preset, kind).fields))]
+    layers = [*_environment(cls, environ, lines), *start, *_file(path, lines), *_command_line(overrides, lines)]
     return merge_layers(kind, layers, environ, lines)
 
 

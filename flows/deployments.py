@@ -40,6 +40,7 @@ TAG = "loopwright"
 ENTRYPOINTS = {
     "grpo": "flows.grpo.train_grpo",
     "sft": "flows.sft.train_sft",
+    "sweep": "flows.sweep.sweep",
     "evaluate": "flows.evaluate_flow.evaluate",
     "serve": "flows.serving_flow.serve_model",
     "reap": "flows.maintenance.reap",
