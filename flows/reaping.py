@@ -93,13 +93,13 @@ def _lost(run: RunRow) -> bool:
 
 def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
     """Set Prefect flow runs of runs that have ended, or whose process is gone, to Crashed (Cancelled); their ids."""
-    rows = [*registry.list_runs(), *registry.list_sweeps()]
-    done = {row.prefect_flow_run_id: row for row in rows if row.prefect_flow_run_id and _nobody_will_end(row)}
+    rows = {row.prefect_flow_run_id: row for row in (*registry.list_runs(), *registry.list_sweeps()) if row.prefect_flow_run_id}
+    done = {flow_run: row for flow_run, row in rows.items() if _nobody_will_end(row)}
     ended = []
     query = {"flow_runs": {"state": {"type": {"any_": _UNFINISHED}}}, "limit": 200}
     for flow_run in client.post("/flow_runs/filter", json=query).raise_for_status().json():
         run = done.get(flow_run["id"])
-        if run is None and _is_gone(flow_run, client):
+        if flow_run["id"] not in rows and _is_gone(flow_run, client):
             message = "its process is gone, before it took up a run"
             _set_state(client, flow_run["id"], {"type": "CRASHED", "name": "Crashed", "message": message})
             ended.append(flow_run["id"])
