@@ -7,6 +7,7 @@ check every trial ─▶ open sweep ─▶ loop over trials ─▶ report ─▶
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from prefect import flow
@@ -69,24 +70,26 @@ class _Work:
         self.deadline = None if limit is None else time.monotonic() + limit
         self.leases = LeaseManager(registry)
         self.processes = TrialProcesses(registry, self.leases, self.folder)
+        self.open = ExitStack()
         self.study: Study | None = None
-        self.progress = artifacts.Progress()
+        self.tracking: SweepTracking | None = None
 
     def run(self) -> dict[str, Any] | State:
         """The sweep's result, or a Failed state whose message begins with the cause."""
         try:
-            self.tracking = SweepTracking(self.registry, self.row, self.trial, self.folder, self.config)
             return self._run()
         finally:
             self.processes.stop_all()
+            self.open.close()
             self.leases.close()
             artifacts.quietly(lambda: self.registry.update_sweep(self.row.id, owner=None), "the registry")
 
     def _run(self) -> dict[str, Any] | State:
         try:
+            self.tracking = SweepTracking(self.registry, self.row, self.trial, self.folder, self.config)
             parent = self.tracking.parent()
             self._link(parent)
-            self.study = Study(self.config, open_storage(self.registry.url), self.trial.max_steps)
+            self.study = Study(self.config, self.open.enter_context(open_storage(self.registry.url)), self.trial.max_steps)
             self._show()
             self._loop(parent, self.study).run()
             found = self._end("FINISHED", None)
@@ -128,15 +131,10 @@ class _Work:
     def _show(self) -> None:
         """On the flow run's page and in MLflow, after every trial."""
         found = self._found()
-        ended = self.config.trial_count - found["counts"]["RUNNING"] - self._not_begun(found)
-        best = found["best"]
-        self.progress.show({"step": ended, "max_steps": self.config.trial_count, "reward": None})
         artifacts.markdown("trials", markdown(found), f"Trials of {self.row.name}")
-        self.tracking.show(found)
-        self.registry.update_sweep(self.row.id, result={"best": best, "counts": found["counts"]})
-
-    def _not_begun(self, found: dict[str, Any]) -> int:
-        return self.config.trial_count - len(found["rows"])
+        if self.tracking is not None:
+            self.tracking.show(found)
+        self.registry.update_sweep(self.row.id, result={"best": found["best"], "counts": found["counts"]})
 
     def _link(self, parent: str | None) -> None:
         if parent is not None:
@@ -149,8 +147,9 @@ class _Work:
         found = self._found(importance or {})
         report = artifacts.quietly(lambda: write(self.folder / "report", found), "the report's folder")
         artifacts.markdown("result", markdown(found), f"Result of {self.row.name}")
-        self.tracking.show(found)
-        self.tracking.end(status, cause, report)
+        if self.tracking is not None:
+            self.tracking.show(found)
+            self.tracking.end(status, cause, report)
         artifacts.quietly(self._tie_children, "MLflow")
         result = {name: found[name] for name in ("best", "counts", "importance")}
         self.row = self.registry.update_sweep(self.row.id, status=status, cause=cause, result=result)

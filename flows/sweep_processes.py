@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,12 @@ class _Trial:
 
 
 class TrialProcesses:
-    """Starts, watches and stops trials. `folder`: where their configs and logs go."""
+    """Starts, watches and stops trials. `folder`: where their configs and logs go; `gpus`: those of this machine."""
 
-    def __init__(self, registry: Registry, leases: LeaseManager, folder: Path) -> None:
-        self._registry, self._leases, self._folder = registry, leases, folder
+    def __init__(
+        self, registry: Registry, leases: LeaseManager, folder: Path, gpus: Callable[[], list[int]] = visible_gpus
+    ) -> None:
+        self._registry, self._leases, self._folder, self._gpus = registry, leases, folder, gpus
         self._trials: dict[int, _Trial] = {}
         self._told = False
 
@@ -53,16 +56,16 @@ class TrialProcesses:
         run = self._registry.find_run(str(config.name))
         if run is not None and run.owner is not None and owner_alive(run.owner):
             return False
-        needed, present = gpus_needed(config), len(visible_gpus())
+        present = len(self._gpus())
+        needed = gpus_needed(config, present > 0)
         if needed == 0 or needed > present:  # more than there are: the run itself says so
             return True
-        ours = {trial.lease.id for trial in self._trials.values()}
         # A trial that has just started has no lease of its GPUs yet: count what ours need, and what others hold.
         names = {f"{config.sweep.name}-t{number}" for number in self._trials} if config.sweep else set()
         our_runs = {run.id for name in names if (run := self._registry.find_run(name)) is not None}
         others = [lease for lease in self._registry.list_leases("gpu", self._leases.owner.host) if lease.run_id not in our_runs]
         free = present - len(others) - sum(trial.gpus for trial in self._trials.values())
-        if free < needed and not ours and not self._told:
+        if free < needed and not self._trials and not self._told:
             print(f"waiting for GPUs: a trial needs {needed}, {max(free, 0)} of {present} are free", flush=True)
         self._told = free < needed
         return free >= needed
@@ -86,7 +89,7 @@ class TrialProcesses:
         except BaseException:
             self._leases.release(lease)
             raise
-        self._trials[number] = _Trial(process, lease, gpus_needed(config))
+        self._trials[number] = _Trial(process, lease, gpus_needed(config, bool(self._gpus())))
 
     def ended(self, number: int) -> str | None:
         trial = self._trials.get(number)
@@ -122,9 +125,8 @@ class TrialProcesses:
             del self._trials[number]
 
 
-def gpus_needed(config: RunConfig) -> int:
-    """GPUs a run leases on this machine: of its trainer and of the servers it starts."""
-    there = bool(visible_gpus())
+def gpus_needed(config: RunConfig, there: bool) -> int:
+    """GPUs a run leases for its trainer and the servers it starts, on a machine where there are any or not."""
     wanted = config.trainer.gpus
     count = (config.trainer.ranks if there else 0) if wanted is None else wanted
     if isinstance(config, GRPORunConfig) and not config.servers.student.urls:

@@ -30,7 +30,9 @@ class SweepRefused(ConfigError):
 def named(registry: Registry, config: SweepConfig, flow_run_id: str | None, fallback: str, due: datetime | None) -> SweepConfig:
     """`config` with a name: its own, `{date}` filled in; else that of the sweep `flow_run_id` belongs to, else `fallback`."""
     if config.name is not None:
-        return config.model_copy(update={"name": config.name.replace("{date}", f"{due or datetime.now():%Y-%m-%d}")})
+        return config.model_copy(
+            update={"name": config.name.replace("{date}", f"{due.astimezone() if due else datetime.now():%Y-%m-%d}")}
+        )
     known = next((row for row in registry.list_sweeps() if flow_run_id and row.prefect_flow_run_id == flow_run_id), None)
     return config.model_copy(update={"name": known.name if known else plain_name(fallback)})
 

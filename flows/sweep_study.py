@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
@@ -30,11 +31,17 @@ MIN_FOR_IMPORTANCE = 4
 _STATES = {"FINISHED": TrialState.COMPLETE, "PRUNED": TrialState.PRUNED, "FAILED": TrialState.FAIL}
 
 
-def open_storage(url: str) -> BaseStorage:
+@contextmanager
+def open_storage(url: str) -> Iterator[BaseStorage]:
     """Optuna's tables in the database of the registry; made if they are not there."""
     # Other processes write to the same SQLite file: wait for them as long as the registry does.
     options = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    return RDBStorage(url, engine_kwargs=options)
+    storage = RDBStorage(url, engine_kwargs=options)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 class Study:
@@ -84,7 +91,7 @@ class Study:
             if last is not None and step <= last:
                 continue
             trial.report(value, step)
-            if compare and trial.should_prune():
+            if trial.should_prune() and compare:  # asked in any case: hyperband notes then who has come how far
                 return step
         return None
 
