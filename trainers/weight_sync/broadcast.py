@@ -116,7 +116,8 @@ class Broadcast:
 
         futures = begin(members, one)
         mine = in_daemon(make_group, self.backend, self.store, token, world_size, host, self.device)
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S + 5
+        began = time.monotonic()
+        deadline = began + CONNECT_TIMEOUT_S + 5
         while not mine.done() and time.monotonic() < deadline and not failure_of(futures):
             time.sleep(1e-3)
         if mine.done() and mine.exception() is None and not failure_of(futures):
@@ -125,7 +126,7 @@ class Broadcast:
                 self.group, self.joined = mine.result(), list(members)
                 return {}
         own = mine.exception() if mine.done() else None
-        cause = failure_of(futures) or own or "not all of them came in time"
+        cause = failure_of(futures) or own or _absent(futures, first, deadline - began)
         self.close()
         return {m: ServerError(f"{m.client.url}: no process group with the servers: {cause}") for m in members}
 
@@ -150,6 +151,17 @@ class Broadcast:
             self.works.append(running[-1])
         for work in running:
             wait(work, deadline, futures)
+
+
+def _absent(futures: dict[Member, Future[None]], first: dict[Member, int], waited_s: float) -> str:
+    """Which ranks a group waited for in vain."""
+    late = [
+        f"rank {first[member] + worker} ({member.client.url})"
+        for member, future in futures.items()
+        if not future.done()
+        for worker in range(len(member.workers))
+    ]
+    return f"{', '.join(late) or 'rank 0 (the trainer)'} did not come within {waited_s:.0f} s"
 
 
 def in_daemon(work: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -6,7 +6,8 @@
 
 Invariants:
 - no rank is in a collective while rank 0 is in a call: ranks meet before the calls, and learn how they went after;
-- a server that fails twice leaves the group while others remain, else the sync fails; no server is left paused;
+- a server that fails twice leaves the group while others remain, else the sync fails; no server is left paused. The second try
+  is made at once, or where it takes something of every rank, in a round of its own;
 - if all of them died, one that comes is waited for and gets what they should have got;
 - what joins or comes back gets every parameter; blocks that are never trained are sent once.
 """
@@ -93,6 +94,7 @@ class ServerSync:
         self.layouts: dict[bool, Layout] = {}
         self.staging: Staging | None = None
         self.pushes = 0
+        self.retried: set[Member] = set()  # in this sync, in a round of their own
 
     @property
     def clients(self) -> list[InferenceEngine]:
@@ -129,6 +131,7 @@ class ServerSync:
         return urls
 
     def _sync(self, policy: Policy, version: int, newcomers_only: bool) -> dict[str, float]:
+        self.retried = set()
         for _ in range(ROUNDS):
             metrics = self._round(policy, version, newcomers_only)
             if metrics is not None:
@@ -301,8 +304,15 @@ class ServerSync:
             way.offers = [_merged(handles) for handles in zip(*offers[1:], strict=True)]
         began = time.perf_counter()
         results = way.send(self.targets, staging, version)
-        if failed := [member for member, result in results.items() if isinstance(result, ServerError)]:
-            results |= self._again(way, failed, results, staging, version)
+        failed = {member: result for member, result in results.items() if isinstance(result, ServerError)}
+        if failed and way.every_rank and self.ranks.world_size > 1 and not self.retried & failed.keys():
+            # What they need to connect anew comes from every rank: a round of its own, in which they are new.
+            self.retried |= failed.keys()
+            for member, error in failed.items():
+                self.members.leave(member, error)
+            return None
+        if failed and not self.retried & failed.keys():
+            results |= self._again(way, list(failed), results, staging, version)
         self._settle(results, f"did not take policy version {version}, twice: ")
         done = {member: result for member, result in results.items() if isinstance(result, Seconds)}
         if not done:

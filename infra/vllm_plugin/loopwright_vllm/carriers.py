@@ -12,7 +12,9 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,13 +106,24 @@ class BroadcastCarrier:
     def __init__(
         self, backend: str, host: str, port: int, token: str, rank: int, world_size: int, device: torch.device
     ) -> None:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
-        self.group = make_group(backend, dist.PrefixStore(token, store), rank, world_size, host)
         self.backend, self.works = backend, []
         self.device = device if backend == "nccl" else torch.device("cpu")
-        # The trainer's first broadcast makes the connections, which NCCL leaves to the first use.
-        hello = torch.empty(4, dtype=torch.uint8, device=self.device)
-        wait(self.group.broadcast([hello], from_trainer(backend, STORE_TIMEOUT_S)), time.monotonic() + STORE_TIMEOUT_S)
+
+        def join() -> Any:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+            group = make_group(backend, dist.PrefixStore(token, store), rank, world_size, host)
+            # The trainer's first broadcast makes the connections, which NCCL leaves to the first use.
+            hello = torch.empty(4, dtype=torch.uint8, device=self.device)
+            wait(group.broadcast([hello], from_trainer(backend, STORE_TIMEOUT_S)), time.monotonic() + STORE_TIMEOUT_S)
+            return group
+
+        self.group = within(
+            STORE_TIMEOUT_S + 5.0,
+            join,
+            f"rank {rank} of {world_size} waited for the others of the {backend} weight group",
+        )
 
     def receive(self, sizes: dict[int, int], timeout_s: float) -> Iterator[tuple[int, torch.Tensor]]:
         deadline = time.monotonic() + timeout_s
@@ -141,6 +154,27 @@ class BroadcastCarrier:
         if self.group is not None:
             release(self.backend, self.group, list(self.works))
             self.group = None
+
+
+def within(limit_s: float, work: Callable[[], Any], what: str) -> Any:
+    """What `work` returns. NCCL makes its connections in a call without a time limit, which would hold up the worker for ever
+    where another rank never comes; it is left behind in its thread then.
+
+    Raises:
+        TimeoutError: it did not return in time; the message is `what`.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight group", daemon=True).start()
+    if not wait_for([future], limit_s).done:
+        raise TimeoutError(f"{what}: not within {limit_s:.0f} s")
+    return future.result()
 
 
 def make_group(backend: str, store: dist.Store, rank: int, world_size: int, host: str) -> Any:
