@@ -1,0 +1,105 @@
+"""Registry, MLflow and, where its extension is there, Prefect on one real Postgres, by settings alone: a run to its end.
+
+Then the backup that docs/operations.md describes: dumped, restored into another database, and read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows import services
+from infra.registry import Registry
+from tests.flows.runs_for_real import processes, start, wait_for
+from tests.support.postgres import PASSWORD, PostgresServer
+from tests.support.tiny_model import build_tiny_model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_databases_are_on_one_postgres(
+    home: Path,
+    tmp_path: Path,
+    postgres_server: PostgresServer,
+    postgres_database: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry_url, prefect_url, mlflow_url = postgres_database(), postgres_database(), postgres_database()
+    monkeypatch.setenv("LOOPWRIGHT_REGISTRY_URL", registry_url)
+    if in_postgres := _has_trigrams(prefect_url):
+        monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", prefect_url.replace("+psycopg", "+asyncpg"))
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", mlflow_url)
+    log = tmp_path / "up.out"
+    try:
+        assert start("up", log=log).wait(300) == 0, log.read_text()
+        up = services.running()
+        assert up is not None and up.tracked and not up.shared
+        _run(up.prefect_url, tmp_path)
+        run = Registry(registry_url).get_run("team")
+        assert (run.status, run.cause) == ("FINISHED", None)
+        found = httpx.get(f"{up.mlflow_url}/api/2.0/mlflow/runs/get", params={"run_id": run.mlflow_run_id}, trust_env=False)
+        assert found.json()["run"]["info"]["status"] == "FINISHED"
+        listed = {"run_id": run.mlflow_run_id, "path": "provenance"}
+        files = httpx.get(f"{up.mlflow_url}/api/2.0/mlflow/artifacts/list", params=listed, trust_env=False).json()
+        assert [file["path"] for file in files["files"]] == ["provenance/provenance-1.json"], "artefacts go through the server"
+    finally:
+        assert start("down", log=log).wait(120) == 0, log.read_text()
+    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
+    assert not (home / "registry.db").exists() and not (home / "mlflow" / "mlflow.db").exists()
+    assert (home / "prefect" / "prefect.db").exists() is not in_postgres
+    holding = [path for path in home.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    assert holding == [], "the password is in no file"
+    _backup_and_restore(postgres_server, registry_url, postgres_database())
+
+
+def _has_trigrams(url: str) -> bool:
+    """Prefect's tables want the extension pg_trgm; with a Postgres that was built without it, Prefect stays on SQLite."""
+    import psycopg
+
+    with psycopg.connect(url.replace("+psycopg", "")) as connection:
+        found = connection.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'pg_trgm'").fetchone()
+    return found is not None
+
+
+def _run(prefect_url: str, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    config: dict[str, Any] = {
+        "name": "team",
+        "model": str(build_tiny_model(folder / "model")),
+        "dataset": {"path": str(folder / "rows.jsonl")},
+        "max_steps": 2,
+        "num_train_epochs": 4,
+        "max_length": 64,
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": False,
+    }
+    with httpx.Client(base_url=prefect_url, timeout=60.0, trust_env=False) as api:
+        deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
+        created = api.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": {"config": config}})
+        flow_run = created.raise_for_status().json()["id"]
+
+        def state() -> dict[str, Any]:
+            return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
+
+        wait_for(lambda: state()["type"] not in ("SCHEDULED", "PENDING", "RUNNING"), "the flow run ends", 500)
+        assert state()["type"] == "COMPLETED", state()["message"]
+
+
+def _backup_and_restore(server: PostgresServer, source: str, target: str) -> None:
+    dump = server.folder / "registry.dump"
+    os.environ["PGPASSWORD"] = PASSWORD
+    try:
+        plain = [url.replace("+psycopg", "").replace(f":{PASSWORD}", "") for url in (source, target)]
+        tool = server._programs
+        subprocess.run([tool / "pg_dump", "--format=custom", "--no-owner", f"--file={dump}", plain[0]], check=True)
+        subprocess.run([tool / "pg_restore", "--no-owner", "--exit-on-error", f"--dbname={plain[1]}", dump], check=True)
+    finally:
+        del os.environ["PGPASSWORD"]
+    assert Registry(target).get_run("team").status == "FINISHED"
