@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -18,7 +18,10 @@ from pydantic.json_schema import SkipJsonSchema
 from flows.convert import resolve_model
 from flows.form import lay_out
 from infra.home import home
+from infra.storage import is_remote
+from infra.storage.run_storage import RunStorage
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
+from trainers.metrics import spec_of
 from trainers.references import REFERENCE, is_reference, resolve
 from trainers.roster import plain_url
 from trainers.training_arguments import LOGGER_PACKAGES
@@ -160,23 +163,82 @@ class StorageConfig(StrictModel):
 
     uri: str | None = Field(
         default=None,
-        description="Folder, plain or as file://…; a run's files go to `<uri>/<name>`. Default `<LOOPWRIGHT_HOME>/runs`.",
+        description="Folder, plain or as file://…, or s3://bucket/prefix; checkpoints go to `<uri>/<name>`. With s3:// the "
+        "run works in `<LOOPWRIGHT_HOME>/runs` and is mirrored. Default `<LOOPWRIGHT_HOME>/runs`.",
+    )
+    endpoint_url: str | None = Field(
+        default=None, description="Address of an S3 service other than Amazon's. Default: AWS_ENDPOINT_URL_S3, if set."
+    )
+    timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds without an answer after which a request to S3 is tried again. Default 60."
+    )
+    upload_wait_s: float = Field(
+        default=600.0, ge=0, description="Seconds the end of a training waits for the last upload to S3. Default 600."
+    )
+    keep_best: int = Field(
+        default=0, ge=0, description="Beside the newest `save_total_limit`, keep this many best checkpoints. Default 0."
+    )
+    best_metric: str = Field(default="eval/accuracy", description="Metric that `keep_best` goes by. Default eval/accuracy.")
+    best_mode: Literal["max", "min"] = Field(
+        default="max", description="Whether the largest or the smallest value is the best. Default max."
+    )
+    keep_every: int | None = Field(
+        default=None, ge=1, description="Also keep checkpoints whose step is a multiple of this. Default none."
     )
 
     @field_validator("uri")
     @classmethod
-    def _local(cls, uri: str | None) -> str | None:
-        scheme = urlsplit(uri or "").scheme
-        if scheme not in ("", "file"):
-            raise ValueError(f"{scheme}:// storage is not supported: give a folder, or file:///folder")
+    def _known_scheme(cls, uri: str | None) -> str | None:
+        parts = urlsplit(uri or "")
+        if parts.scheme not in ("", "file", "s3"):
+            raise ValueError(f"{parts.scheme}:// is no storage: write a folder, file:///folder or s3://bucket/prefix")
+        if parts.scheme == "s3" and not parts.netloc:
+            raise ValueError("no bucket is named: write s3://bucket/prefix")
+        if parts.scheme == "s3" and "@" in parts.netloc:
+            raise ValueError(
+                "leave credentials out of the address: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
         return uri
 
+    @field_validator("endpoint_url")
+    @classmethod
+    def _plain_endpoint(cls, url: str | None) -> str | None:
+        if url is not None and not is_reference(url):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https"):
+                raise ValueError("an endpoint's address starts with http:// or https://")
+            if parts.username or parts.password:
+                raise ValueError("leave credentials out of the address: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return url
+
+    @field_validator("best_metric")
+    @classmethod
+    def _in_the_catalog(cls, name: str) -> str:
+        try:
+            spec_of(name)
+        except Exception as error:
+            raise ValueError(f"{name} is no metric: see docs/metrics.md ({error})") from None
+        return name
+
+    @property
+    def remote(self) -> bool:
+        """Whether checkpoints go to S3."""
+        return is_remote(self.uri)
+
     def folder(self) -> Path:
-        """The local folder that `uri` names."""
-        if self.uri is None:
+        """The local folder that `uri` names, or in which a mirrored run works."""
+        if self.uri is None or self.remote:
             return home() / "runs"
         path = unquote(urlsplit(self.uri).path) if self.uri.startswith("file:") else self.uri
         return Path(path).expanduser().resolve()
+
+    def of_run(self, name: str) -> RunStorage:
+        """Where the run of this name keeps its checkpoints, and which; for the trainer, so without references."""
+        keep = {"best": self.keep_best, "metric": self.best_metric, "mode": self.best_mode, "every": self.keep_every}
+        if not self.remote:
+            return RunStorage(keep=keep)
+        options = {"endpoint_url": resolve(self.endpoint_url), "timeout_s": self.timeout_s}
+        return RunStorage(f"{str(self.uri).rstrip('/')}/{name}", options, keep, self.upload_wait_s)
 
 
 class TrackingConfig(StrictModel):
@@ -370,7 +432,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         if colon and file.endswith(".py"):
             spec["path"] = f"{Path(file).resolve()}:{attribute}"
     uri = config.storage.uri
-    if uri is not None and not uri.startswith("file:"):
+    if uri is not None and not uri.startswith("file:") and not config.storage.remote:
         data["storage"]["uri"] = str(config.storage.folder())
     return type(config).model_validate(data)
 

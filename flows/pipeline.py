@@ -24,6 +24,7 @@ from flows.experiment import Experiment
 from flows.preflight import preflight
 from flows.reaping import reap_all
 from flows.runs import named, open_run
+from flows.storage import FAILED_WAIT_S, upload_rest
 from flows.students import Students
 from flows.training import RunFailed, stopped_by, train_to_the_end
 from flows.training import serve as start_servers
@@ -59,6 +60,8 @@ def train(experiment: Experiment) -> dict[str, Any]:
     checkpoints = experiment.registry.list_checkpoints(experiment.run.id)
     if not checkpoints:
         raise RunFailed("infrastructure", "the trainer finished without a checkpoint")
+    if (why := upload_rest(experiment.config, experiment.folder)) is not None:
+        raise RunFailed("infrastructure", f"{why}; `loopwright resume {experiment.run.name}` stores it")
     lineage.note_trained(experiment.registry, experiment.run, experiment.config)
     last = checkpoints[-1]
     return {"step": last.step, "checkpoint": last.path}
@@ -118,6 +121,8 @@ def _to_the_end(experiment: Experiment) -> dict[str, Any] | State:
         experiment.finish()
         return result
     except Exception as error:
+        if (why := upload_rest(experiment.config, experiment.folder, FAILED_WAIT_S)) is not None:
+            print(f"WARNING: {why}")
         return Failed(message=experiment.fail(error), data=error)
     except BaseException as error:
         experiment.kill(stopped_by(error))

@@ -20,6 +20,8 @@ from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 from trainers.training_arguments import missing_logger
 
+LEAST_FREE_BYTES = 64 << 20  # less than that holds no checkpoint of anything, and logs besides
+
 
 class RewardTypeError(ConfigErrors, TypeError):
     """A reward function is of a kind that cannot reach the rollout process (a lambda)."""
@@ -31,7 +33,7 @@ def preflight(config: RunConfig) -> None:
     Raises:
         ConfigErrors: one line per problem; it is also a TypeError if a reward function is a lambda.
     """
-    lines = [*check_model(resolve(config.model)), *check_storage(config.storage.folder())]
+    lines = [*check_model(resolve(config.model)), *check_storage(config)]
     rewards: dict[str, Callable[..., Any]] = {}
     lambdas = 0
     for name, spec in _reward_specs(config):
@@ -109,8 +111,11 @@ def check_dataset(
             yield f"{name}: {rows.source} has no column `{column}`, which {reward} needs; it has: {', '.join(rows.columns)}"
 
 
-def check_storage(folder: Path) -> Iterator[str]:
-    """Checkpoints can be written there."""
+def check_storage(config: RunConfig) -> Iterator[str]:
+    """Checkpoints can be written: there is a folder with room for files, and the bucket lets us write and delete."""
+    from infra.errors import StorageError
+
+    folder = config.storage.folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,6 +123,13 @@ def check_storage(folder: Path) -> Iterator[str]:
         return
     if not os.access(folder, os.W_OK):
         yield f"storage.uri: {folder} cannot be written to"
+    if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
+        yield f"storage.uri: {folder} has {free:,} bytes free: make room, or name a folder on a larger disk"
+    if config.storage.remote:
+        try:
+            config.storage.of_run(str(config.name)).quick_check()
+        except StorageError as error:
+            yield f"storage.uri: {_first_line(error)}"
 
 
 def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:

@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.config import RUN_CONFIGS, RunConfig, changed_fields, trainer_fields
+from flows.storage import stored_config
+from infra.errors import StorageError
 from infra.reaper import owner_alive
 from infra.registry import Owner, Registry, RunExists, RunRow, config_hash
 from trainers.errors import ConfigError
@@ -96,18 +98,27 @@ def _check_folder(config: RunConfig) -> None:
         return
     folder = config.storage.folder() / config.name
     newest = max(folder.glob("checkpoint-*/loopwright_config.json"), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
-        return
-    try:
-        trained = json.loads(newest.read_text(encoding="utf-8"))
-    except ValueError:
-        return  # not whole: the trainer does not take it either
+    where: str | Path = folder
+    if newest is not None:
+        try:
+            trained = json.loads(newest.read_text(encoding="utf-8"))
+        except ValueError:
+            return  # not whole: the trainer does not take it either
+    else:
+        storage = config.storage.of_run(config.name)
+        try:
+            trained = stored_config(storage)
+        except StorageError as error:
+            raise RunRefused(f"storage.uri: {error}") from error
+        if trained is None:
+            return
+        where, trained["output_dir"] = str(storage.uri), str(folder)  # written on another machine, maybe
     # The server's address is of the attempt, not of the run.
     wanted = {**trainer_fields(config, folder), "vllm_server_base_url": trained.get("vllm_server_base_url")}
     differing = changed_fields(trained, wanted)
     if differing:
         raise RunRefused(
-            f"{folder} holds checkpoints of another run, whose config differs in {', '.join(differing)}: choose another name "
+            f"{where} holds checkpoints of another run, whose config differs in {', '.join(differing)}: choose another name "
             "or storage.uri, or move them away"
         )
 
@@ -132,6 +143,8 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         raise RunRefused(f"run {row.name!r} was taken up by another process just now")
     if anew:
         _forget_first_start(registry, row, storage_folder=config.storage.folder())
+    # A mirrored run works in this machine's folder, wherever it worked before.
+    output_dir = str(config.storage.folder() / row.name) if config.storage.remote else row.output_dir
     row = registry.update_run(
         row.id,
         status="RUNNING",
@@ -139,6 +152,7 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         cause=None,
         traceback=None,
         prefect_flow_run_id=flow_run_id,
+        output_dir=output_dir,
         config=stored(config),
         config_hash=config_hash({name: value for name, value in stored(config).items() if name not in _AROUND}),
     )

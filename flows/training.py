@@ -402,6 +402,7 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
                 **{f"loopwright.{name}": str(value) for name, value in (_oom_change(job) or {}).items()},
             },
             "sweep": job.config.sweep and job.config.sweep.model_dump(),
+            "storage": job.config.storage.of_run(run.name).as_json(),
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infra.errors import Damaged, NotStored, StorageError
+from infra.errors import Damaged, NotStored, StorageError, StorageRefused
 from infra.storage.base import Options, open_storage
 from infra.storage.checkpoints import MANIFEST, PINNED, PREFIX, CheckpointStore, Listed, Manifest, local_folders
 
@@ -201,6 +201,8 @@ class _Worker(threading.Thread):
                 known = isinstance(error, StorageError)
                 self.say("failed", error=str(error) if known else f"{type(error).__name__}: {error}", retry_s=pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
+                if finishing and isinstance(error, StorageRefused):
+                    os._exit(1)  # trying again is of no use, and somebody waits
                 continue
             if not self._wake.is_set():
                 self.say("idle")

@@ -14,6 +14,7 @@ from infra.storage.resume import newest_whole
 from infra.storage.uploads import OnEvent, Uploads
 
 MIRROR = (sys.executable, "-m", "trainers.main", "--mirror")
+CHECK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class RunStorage:
     def store(self) -> CheckpointStore:
         assert self.uri is not None, "a run without shared storage has no store"
         return CheckpointStore(open_storage(self.uri, Options(**self.options)))
+
+    def quick_check(self) -> None:
+        """Raises `StorageError` in seconds if checkpoints could not be written there now."""
+        patience = {"timeout_s": min(CHECK_S, self.options.get("timeout_s", CHECK_S)), "attempts": 2}
+        open_storage(str(self.uri), Options(**{**self.options, **patience})).check()
 
     def newest_whole(self, folder: Path, fault: Callable[[Path], str | None]) -> Path | None:
         """See `infra.storage.resume.newest_whole`."""
