@@ -192,7 +192,7 @@ def inlined(config: SweepConfig, with_environment: bool) -> SweepConfig:
         (source, {name: value for name, value in tree.items() if name not in ("name", "sweep")}) for source, tree in layers
     ]
     first = {name: (dimension.points() or dimension.bounds())[0] for name, dimension in config.space.items()}
-    Plan(config.model_copy(update={"name": config.name or "sweep"}))  # before names of the space are looked up in a config
+    Plan(config)  # before names of the space are looked up in a config
     space = [(f"space.{name}", nest(field_path(name), value)) for name, value in first.items()]
     layers = [*layers, ("base", config.base), ("the sweep", shared)]
     try:
@@ -201,7 +201,7 @@ def inlined(config: SweepConfig, with_environment: bool) -> SweepConfig:
         base: dict[str, Any] = {}
         for source, tree in layers:
             merge_into(base, tree, source, {})
-        Plan(config.model_copy(update={"name": config.name or "sweep", "base": base})).check()  # says which trials are bad
+        Plan(config.model_copy(update={"name": "sweep", "base": base})).check()  # says which trials are bad
         raise
     whole = absolute_paths(merged).model_dump(mode="json", exclude_unset=True)
     return config.model_copy(update={"base_file": None, "base": _without(whole, [*config.space, "name", "sweep", "type"])})
