@@ -38,7 +38,7 @@ def test_the_databases_are_on_one_postgres(
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", mlflow_url)
     log = tmp_path / "up.out"
     try:
-        assert start("up", log=log).wait(300) == 0, log.read_text()
+        assert start("up", log=log).wait(500) == 0, log.read_text()
         up = services.running()
         assert up is not None and up.tracked and not up.shared
         _run(up.prefect_url, tmp_path)
@@ -49,6 +49,7 @@ def test_the_databases_are_on_one_postgres(
         listed = {"run_id": run.mlflow_run_id, "path": "provenance"}
         files = httpx.get(f"{up.mlflow_url}/api/2.0/mlflow/artifacts/list", params=listed, trust_env=False).json()
         assert [file["path"] for file in files["files"]] == ["provenance/provenance-1.json"], "artefacts go through the server"
+        _another_machine_starts_only_a_worker(up, tmp_path / "other")
     finally:
         assert start("down", log=log).wait(120) == 0, log.read_text()
     wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
@@ -57,6 +58,20 @@ def test_the_databases_are_on_one_postgres(
     holding = [path for path in home.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert holding == [], "the password is in no file"
     _backup_and_restore(postgres_server, registry_url, postgres_database())
+
+
+def _another_machine_starts_only_a_worker(up: services.Up, other: Path) -> None:
+    """A home of its own stands for the machine; the servers that its environment names are used, none is started."""
+    other.mkdir()
+    log = other / "up.out"
+    there = {"LOOPWRIGHT_HOME": str(other), "PREFECT_API_URL": up.prefect_url, "MLFLOW_TRACKING_URI": str(up.mlflow_url)}
+    try:
+        assert start("up", log=log, **there).wait(500) == 0, log.read_text()
+        found = json.loads((other / "up.json").read_text())
+        assert (found["prefect_url"], found["prefect_port"], found["mlflow_url"]) == (up.prefect_url, None, None)
+        assert processes(other, "worker start") and not processes(other, "uvicorn") and not processes(other, "mlflow server")
+    finally:
+        assert start("down", log=log, **there).wait(120) == 0, log.read_text()
 
 
 def _has_trigrams(url: str) -> bool:
