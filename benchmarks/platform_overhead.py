@@ -265,6 +265,7 @@ def main() -> int:
     if args.bare:
         train_bare(args.bare)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the services outlive their starter: never leave them behind
     with tempfile.TemporaryDirectory(prefix="loopwright-overhead-", ignore_cleanup_errors=True) as folder:
         figures = measure(Path(folder), args.repeats)
     if args.json:
