@@ -49,7 +49,7 @@ POOL = "loopwright"
 WORKER = f"worker-{socket.gethostname()}"
 REAP_S = 30.0
 WORKER_GRACE_S = 40.0  # a flow run that is stopped with its worker lets its trainer write a checkpoint
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0  # a service that ends is noticed at once; one on a machine at its limit may take minutes
 STOP_TIMEOUT_S = 120.0
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000  # of shared services, whose addresses others write down
 # What only the servers need: flows run other people's code.

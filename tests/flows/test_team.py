@@ -23,7 +23,7 @@ from tests.support.tiny_model import build_tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_databases_are_on_one_postgres(
     home: Path,
     tmp_path: Path,
@@ -38,7 +38,7 @@ def test_the_databases_are_on_one_postgres(
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", mlflow_url)
     log = tmp_path / "up.out"
     try:
-        assert start("up", log=log).wait(500) == 0, log.read_text()
+        assert start("up", log=log).wait(700) == 0, log.read_text()
         up = services.running()
         assert up is not None and up.tracked and not up.shared
         _run(up.prefect_url, tmp_path)
@@ -66,7 +66,7 @@ def _another_machine_starts_only_a_worker(up: services.Up, other: Path) -> None:
     log = other / "up.out"
     there = {"LOOPWRIGHT_HOME": str(other), "PREFECT_API_URL": up.prefect_url, "MLFLOW_TRACKING_URI": str(up.mlflow_url)}
     try:
-        assert start("up", log=log, **there).wait(500) == 0, log.read_text()
+        assert start("up", log=log, **there).wait(700) == 0, log.read_text()
         found = json.loads((other / "up.json").read_text())
         assert (found["prefect_url"], found["prefect_port"], found["mlflow_url"]) == (up.prefect_url, None, None)
         assert processes(other, "worker start") and not processes(other, "uvicorn") and not processes(other, "mlflow server")
