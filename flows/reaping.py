@@ -42,6 +42,7 @@ def reap_all(registry: Registry | None = None) -> str:
     report = reap(registry)
     for name, status in report.runs.items():
         _end_mlflow(registry.get_run(name), status)
+    _end_half_ended(registry)
     parts = [str(report), *(f"sweep {name}: FAILED" for name in reap_sweeps(registry))]
     if (url := prefect_url()) is not None:
         try:
@@ -53,6 +54,18 @@ def reap_all(registry: Registry | None = None) -> str:
             parts += [f"{len(crashed)} Prefect flow run(s) marked Crashed"] if crashed else []
             parts += [f"scheduled again: {', '.join(resumed)}"] if resumed else []
     return "; ".join(parts)
+
+
+def _end_half_ended(registry: Registry) -> None:
+    """Runs whose flow said how they ended, and was killed before it had told MLflow: Prefect kills a flow run 30 s after it
+    began to cancel it. Without an owner they are done with."""
+    for run in registry.list_runs():
+        told = run.status == "KILLED" or (run.status == "FAILED" and run.failure_class != "infrastructure")
+        if not told or run.owner is None or owner_alive(run.owner):
+            continue
+        _end_mlflow(run, run.status)
+        if registry.claim_run(run.id, Owner.current(), owner_alive):  # not resumed meanwhile
+            registry.update_run(run.id, owner=None)
 
 
 def prefect_url() -> str | None:

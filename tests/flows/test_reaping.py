@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.reaping import FLOW_RUN_VARIABLE, SETTLING_S, _is_gone, _nobody_will_end, _resume_lost
+from flows.reaping import FLOW_RUN_VARIABLE, SETTLING_S, _end_half_ended, _is_gone, _nobody_will_end, _resume_lost
 from infra.process import carrying
 from infra.registry import Owner, Registry
 from tests.support.waiting import wait_until
@@ -63,6 +63,24 @@ class FakePrefect:
 def running_flow_run(deployment: str | None = "d", age_s: float = 2 * SETTLING_S) -> dict[str, Any]:
     began = datetime.fromtimestamp(time.time() - age_s, UTC).isoformat()
     return {"id": "f", "state": {"type": "RUNNING", "timestamp": began}, "deployment_id": deployment}
+
+
+@pytest.mark.parametrize(("status", "failure"), [("KILLED", None), ("FAILED", "user")])
+def test_a_run_whose_flow_was_killed_while_it_told_of_its_end_is_ended_in_mlflow_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Any, failure: str | None
+) -> None:
+    registry = lost_run(tmp_path, status=status, failure_class=failure)
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr("flows.reaping._end_mlflow", lambda run, status: ended.append((run.name, status)))
+    for _ in range(2):
+        _end_half_ended(registry)
+    assert ended == [("r", status)] and registry.get_run("r").owner is None
+
+
+def test_a_lost_run_keeps_the_owner_by_which_it_is_known(tmp_path: Path) -> None:
+    registry = lost_run(tmp_path)
+    _end_half_ended(registry)
+    assert registry.get_run("r").owner == GONE
 
 
 @pytest.mark.parametrize(
