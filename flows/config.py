@@ -20,6 +20,7 @@ from flows.form import lay_out
 from infra.home import home
 from infra.storage import is_remote
 from infra.storage.run_storage import RunStorage
+from infra.tracking_params import is_secret
 from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
 from trainers.metrics import spec_of
 from trainers.references import REFERENCE, is_reference, resolve
@@ -397,23 +398,24 @@ _INFRA_FIELDS = {*RunSettings.model_fields, "servers"}
 def trainer_fields(config: RunConfig, output_dir: Path) -> dict[str, Any]:
     """The trainer's part as JSON-ready data, with what the flow knows filled in.
 
-    References are resolved (a packaged model to its folder as well), but for keyword arguments: those may be secrets, and the
-    trainer resolves them where it uses them.
+    References are resolved (a packaged model to its folder as well), but for what may be a secret: the trainer resolves that
+    where it uses it.
     """
     fields = {
-        name: _resolve_all_but_kwargs({name: value})[name]
+        name: resolve_plain({name: value})[name]
         for name, value in config.model_dump(mode="json").items()
         if name not in _INFRA_FIELDS
     }
     return {**fields, "model": resolve_model(fields["model"]), "output_dir": str(output_dir)}
 
 
-def _resolve_all_but_kwargs(value: Any) -> Any:
+def resolve_plain(value: Any) -> Any:
+    """`value` with its references resolved, but for what may be a secret: keyword arguments, and fields made for secrets."""
     if isinstance(value, dict):
         kept = ("kwargs", "model_init_kwargs")
-        return {name: item if name in kept else _resolve_all_but_kwargs(item) for name, item in value.items()}
+        return {name: item if name in kept or is_secret(name) else resolve_plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_resolve_all_but_kwargs(item) for item in value]
+        return [resolve_plain(item) for item in value]
     return resolve(value)
 
 

@@ -20,7 +20,7 @@ from prefect import flow
 from prefect.states import Failed
 
 from flows import artifacts
-from flows.config import RUN_CONFIGS, RunConfig, trainer_fields
+from flows.config import RUN_CONFIGS, RunConfig, resolve_plain, trainer_fields
 from flows.convert import resolve_model
 from flows.evaluate_config import EvaluateConfig
 from flows.evaluation import score
@@ -109,7 +109,7 @@ def _held_out(config: EvaluateConfig, trained: RunConfig) -> dict[str, Any]:
         own["max_completion_length"] = config.max_completion_length
     if not own.get("dataset"):
         raise ConfigError(f"run {trained.name} has no `eval`: say what to evaluate it on, by `dataset` (and `reward_func`)")
-    return resolve({**own, "every": 0, "patience": None})
+    return resolve_plain({**own, "every": 0, "patience": None})
 
 
 def _model(config: EvaluateConfig) -> Subject:
