@@ -22,6 +22,8 @@ from prefect.artifacts import (
 )
 from prefect.settings import PREFECT_API_URL
 
+from flows import prefect_api
+
 log = logging.getLogger(__name__)
 PATIENCE_S = 24 * 3600.0
 
@@ -41,6 +43,9 @@ def wait_for_prefect(patience_s: float = PATIENCE_S) -> None:
     url = PREFECT_API_URL.value()
     began, pause = time.monotonic(), 0.5
     while url is not None and not _answers(url) and time.monotonic() - began < patience_s:
+        if prefect_api.own_server_is_gone():
+            log.warning("Prefect's server of this process has ended; the flow's last state is told to nobody")
+            return
         if pause == 0.5:
             log.warning("Prefect at %s is out of reach; the flow has ended and waits to tell it so", url)
         time.sleep(pause)

@@ -25,6 +25,7 @@ from infra.registry import Registry
 from trainers.errors import ServerError
 
 START_TIMEOUT_S = 180.0
+_own: list[Supervised] = []  # the server that `api` started for this process
 
 
 class PrefectServerError(ServerError):
@@ -60,7 +61,7 @@ def start_server(lease: PortLease, auth: str | None = None) -> Supervised:
     environment = settings(lease.port, lease.host)
     if auth is not None:
         environment["PREFECT_SERVER_API_AUTH_STRING"] = auth
-    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "flows.prefect_app:create_app"]
     command += ["--host", lease.host, "--port", str(lease.port), "--log-level", "error", "--lifespan", "on"]
     log = home() / "prefect" / f"server-{lease.port}.log"
     with _start_lock():
@@ -85,6 +86,7 @@ def api() -> Iterator[str]:
     with LeaseManager(Registry()) as leases:
         lease = leases.lease_port()
         process = start_server(lease)
+        _own.append(process)
         environment = settings(lease.port)
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
@@ -93,7 +95,13 @@ def api() -> Iterator[str]:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+            _own.remove(process)
             process.stop()
+
+
+def own_server_is_gone() -> bool:
+    """Whether this process started its server itself and that one has ended: nobody will start it again."""
+    return any(process.poll() is not None for process in _own)
 
 
 def _wait_healthy(process: Supervised, url: str) -> None:
