@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flows.checkpoints_cli import checkpoints
 from flows.deploy_cli import PRESET, deploy, presets, split_settings
+from flows.evaluate_cli import evaluate
+from flows.export_cli import export
 from flows.reproduce_cli import reproduce
 from flows.runs_cli import print_runs, runs
 from flows.servers_cli import servers
@@ -156,11 +159,14 @@ def quickstart(seed: int) -> None:
 
 
 cli.add_command(runs)
+cli.add_command(checkpoints)
 cli.add_command(servers)
+cli.add_command(sweep)
 cli.add_command(deploy)
 config.add_command(presets)
-cli.add_command(sweep)
 cli.add_command(reproduce)
+cli.add_command(evaluate)
+cli.add_command(export)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() ->
         ({"output_dir": "x"}, "filled in by the flow: set storage.uri and name instead"),
         ({"vllm_server_base_url": "http://x"}, "set servers.student.url instead"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
-        ({"storage": {"uri": "s3://bucket/x"}}, "s3:// storage is not supported"),
+        ({"storage": {"uri": "gs://bucket/x"}}, "gs:// is no storage: write a folder"),
         ({"servers": {"student": {"env": {"HF_TOKEN": "hf_abc"}}}}, r"write \$\{oc.env:HF_TOKEN\}"),
         ({"servers": {"student": {"url": "localhost:1"}}}, "starts with http"),
         ({"servers": {"student": {"gpus": 1, "tensor_parallel_size": 2}}}, "fewer than tensor_parallel_size"),
