@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from flows import services
 from infra.process import marked
 from infra.registry import Registry, RunRow
 from infra.supervisor import descendants
-from tests.flows.runs_for_real import processes, start, wait_for
+from tests.flows import runs_for_real
+from tests.flows.runs_for_real import processes, start
 from tests.support.tiny_model import build_tiny_model
 
 STEPS = 120
+PATIENCE_S = 600.0  # only a hang takes that long
 PACE = """
 import os, time
 def reward(completions, **columns):
@@ -30,6 +33,10 @@ def reward(completions, **columns):
             time.sleep(0.05)
     return [1.0 for _ in completions]
 """
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    return runs_for_real.wait_for(condition, what, timeout_s)
 
 
 class Scene:
@@ -45,7 +52,7 @@ class Scene:
         (folder / "pace.py").write_text(PACE.format(finish=str(self.finish)))
 
     def up(self) -> None:
-        assert start("up", log=self.log).wait(300) == 0, self.log.read_text()
+        assert start("up", log=self.log).wait(PATIENCE_S) == 0, self.log.read_text()
         found = services.running()
         assert found is not None
         self.services = found

@@ -18,10 +18,10 @@ import yaml
 
 from flows.reaping import reap_all
 from infra.supervisor import descendants
-from tests.flows.kill_scenes import Scene, gone
-from tests.flows.runs_for_real import processes, start, wait_for
+from tests.flows.kill_scenes import PATIENCE_S, Scene, gone, wait_for
+from tests.flows.runs_for_real import processes, start
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_run_goes_on_after_every_kill_of_its_own_processes(scene: Scene) -> No
     assert "scheduled again" not in reap_all() and scene.state(killed)["type"] == "CRASHED"
 
     scene.finish.touch()
-    assert start("resume", "killed", log=scene.log).wait(280) == 0, scene.log.read_text()[-5000:]
+    assert start("resume", "killed", log=scene.log).wait(PATIENCE_S) == 0, scene.log.read_text()[-5000:]
     assert [status for status, *_ in scene.attempts("killed")] == ["FAILED", "FAILED", "KILLED", "KILLED", "FINISHED"]
     scene.check_finished("killed")
     wait_for(lambda: scene.state(beside)["type"] not in ("RUNNING", "PENDING", "SCHEDULED"), "the other ends")
@@ -131,7 +131,7 @@ def test_a_run_outlives_its_worker(scene: Scene, tmp_path: Path) -> None:
         scene.finish.touch()
         wait_for(lambda: scene.state(lost)["type"] != "RUNNING", "the lost run ends")
         assert scene.state(lost)["type"] == "COMPLETED", scene.state(lost)["message"]
-        assert own.wait(280) == 0, (tmp_path / "own.log").read_text()[-5000:]
+        assert own.wait(PATIENCE_S) == 0, (tmp_path / "own.log").read_text()[-5000:]
     assert [row[:2] for row in scene.attempts("lost")] == [("FAILED", "infrastructure"), ("FINISHED", None)]
     assert scene.attempts("own") == [("FINISHED", None, "")]
     scene.check_finished("lost")
@@ -161,7 +161,7 @@ def test_runs_outlive_worker_and_supervisor_and_the_services(scene: Scene, tmp_p
         scene.finish.touch()
         wait_for(lambda: scene.state(lost)["type"] not in ("RUNNING", "CRASHED", "SCHEDULED", "PENDING"), "the lost run ends")
         assert scene.state(lost)["type"] == "COMPLETED", scene.state(lost)["message"]
-        assert own.wait(280) == 0, (tmp_path / "own-too.log").read_text()[-5000:]
+        assert own.wait(PATIENCE_S) == 0, (tmp_path / "own-too.log").read_text()[-5000:]
     assert [row[:2] for row in scene.attempts("lost-twice")] == [("FAILED", "infrastructure")] * 2 + [("FINISHED", None)]
     assert scene.attempts("own-too") == [("FINISHED", None, "")]
     scene.check_finished("lost-twice")
