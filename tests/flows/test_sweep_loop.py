@@ -83,7 +83,7 @@ def writes() -> dict[str, int]:
     return counts
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_sweep_killed_at_any_write_loses_and_repeats_no_trial(writes: dict[str, int], data: st.DataObject) -> None:
     sampler = data.draw(st.sampled_from(sorted(SPACES)))
@@ -98,7 +98,7 @@ def test_a_sweep_killed_at_any_write_loses_and_repeats_no_trial(writes: dict[str
     check_whole(sweep)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_database_that_is_away_for_a_moment_ends_nothing(writes: dict[str, int], data: st.DataObject) -> None:
     sampler = data.draw(st.sampled_from(sorted(SPACES)))

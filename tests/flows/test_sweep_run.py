@@ -17,8 +17,8 @@ from infra.registry_records import TrialRow
 from tests.flows.runs_for_real import processes, start, wait_for
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.timeout(1200)
-PATIENCE_S = 500.0
+pytestmark = pytest.mark.timeout(1800)
+PATIENCE_S = 900.0
 # Far more steps than anybody waits for: this trial ends only by being stopped.
 ENDLESS = 1_000_000
 
