@@ -156,7 +156,7 @@ def _repeatable(flow: str, parameters: Mapping[str, Any]) -> None:
     """A name stands for one run or sweep, which ends: the second night's would be refused."""
     name = parameters.get("config", {}).get("name")
     if name is not None and not (flow == "sweep" and "{date}" in name):
-        remedy = "write {date} into it, or leave it out" if flow == "sweep" else "leave it out"
+        remedy = "write {date} into `name`, or leave it out" if flow == "sweep" else "leave `name` out"
         raise ConfigError(
             f"a schedule starts a new {'sweep' if flow == 'sweep' else 'run'} each time, so name={name!r}: {remedy}"
         )

@@ -25,8 +25,9 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.utilities.callables import parameter_schema
+from pydantic import ValidationError
 
-from flows.automations import HEARTBEAT_S, Notification, apply_automations
+from flows.automations import HEARTBEAT_S, SILENCE_S, Notification, apply_automations
 from flows.presets import PRESETS
 from flows.services import POOL
 from flows.work_pools import MAINTENANCE_QUEUE, QUEUE, Change, apply_pool
@@ -54,6 +55,17 @@ class Schedule:
     cron: str
     timezone: str | None = None
 
+    def __post_init__(self) -> None:
+        self.as_prefect()
+
+    def as_prefect(self) -> CronSchedule:
+        """Raises ConfigError: the schedule or the time zone is none."""
+        try:
+            return CronSchedule(cron=self.cron, timezone=self.timezone or "UTC")
+        except ValidationError as error:
+            option = "--timezone" if "timezone" in error.errors()[0]["loc"] else "--schedule"
+            raise ConfigError(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+
 
 @dataclass(frozen=True)
 class Target:
@@ -79,6 +91,7 @@ class Plan:
     pool: str = POOL
     pool_limit: int | None = None
     notification: Notification = field(default_factory=Notification)
+    silence_s: float = SILENCE_S
 
 
 def load_flow(kind: str) -> Flow[..., Any]:
@@ -111,7 +124,7 @@ def deploy(plan: Plan | None = None) -> list[Change]:
         reaper = _find(client, load_flow("reap").name, LOCAL)
         flows = [load_flow(kind).name for kind in ENTRYPOINTS if kind != "reap"]
         if reaper is not None:
-            applied = apply_automations(client, flows, reaper.id, plan.notification)
+            applied = apply_automations(client, flows, reaper.id, plan.notification, plan.silence_s)
             changes += [Change(f"automation {name}", done) for name, done in applied]
     return changes
 
@@ -210,7 +223,7 @@ def _apply_schedule(client: SyncPrefectClient, target: Target) -> Iterator[Chang
     flow = load_flow(target.flow).name
     deployment = _find(client, flow, target.name)
     assert deployment is not None, target
-    cron = CronSchedule(cron=target.schedule.cron, timezone=target.schedule.timezone or "UTC")
+    cron = target.schedule.as_prefect()
     parameters = dict(target.parameters or {})
     what = f"schedule of {flow}/{target.name}"
     detail = f"{cron.cron} ({cron.timezone})"
