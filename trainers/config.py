@@ -377,10 +377,15 @@ class GRPOConfig(AsyncTrainerConfig):
         8, ge=1, description="The sampler's most likely tokens that score centering sums over. Default 8."
     )
     vllm_importance_sampling_clip_min: float = Field(
-        0.5, ge=0, description="Score centering masks tokens whose ratio to the sampler is below. Default 0.5."
+        0.5, ge=0, description="Lowest ratio to the sampler that is not masked, or truncated to it. Default 0.5."
     )
     vllm_importance_sampling_clip_max: float = Field(
-        5.0, gt=0, description="Score centering masks tokens whose ratio to the sampler is above. Default 5."
+        5.0, gt=0, description="Highest ratio to the sampler that is not masked, or truncated to it. Default 5."
+    )
+    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none",
+        description="How the ratio to the sampler weighs a token: truncated to the two bounds, or masked outside them; its own "
+        "ratio or its sequence's product; in place of the clip. none (default): score centering masks, else only the clip.",
     )
     epsilon: float = Field(0.2, gt=0, description="Lower clip of the ratio: 1 − ε. Default 0.2.")
     epsilon_high: float | None = Field(None, gt=0, description="Upper clip: 1 + ε_high. None: epsilon.")
@@ -400,6 +405,15 @@ class GRPOConfig(AsyncTrainerConfig):
             raise ValueError(
                 f"vllm_importance_sampling_clip_min={low:g} and vllm_importance_sampling_clip_max={high:g} would mask every "
                 "token of an up-to-date sampler: the first must be at most 1, the second at least 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _centering_is_by_token(self) -> GRPOConfig:
+        if self.score_centering and self.importance_sampling.startswith("sequence"):
+            raise ValueError(
+                f"importance_sampling={self.importance_sampling} weighs whole sequences, and score_centering is for weights of "
+                "tokens only: set score_centering=false, or importance_sampling=token_truncate or token_mask"
             )
         return self
 

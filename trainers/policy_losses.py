@@ -33,8 +33,32 @@ def clipped_loss(inputs: LossInputs, bounds: Bounds) -> torch.Tensor:
     return -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages).sum()
 
 
-def centered_loss(inputs: LossInputs, bounds: Bounds) -> tuple[torch.Tensor, Metrics]:
-    """Σ −A·sg(r·gate(r))·log π + A·C: masked importance weights with the sampler's expected score taken off.
+def weighted_loss(inputs: LossInputs, bounds: Bounds, mode: str) -> tuple[torch.Tensor, Metrics]:
+    """Σ −A·sg(w)·log π, without the clip: w is a bounded importance weight of the token, or of its sequence.
+
+    `token_truncate` (TIS): w = min(max(r, low), high); `token_mask` (IcePop): w = r where low ≤ r ≤ high, else 0;
+    `sequence_truncate`, `sequence_mask`: the same of the product of r over the sequence's trained tokens. A masked term stays a
+    term of whatever the sum is divided by.
+    """
+    with torch.no_grad():
+        log_ratio = inputs.logprobs - inputs.sampler_logprobs
+        if mode.startswith("sequence") and len(log_ratio):
+            sums = log_ratio.new_zeros(int(inputs.sequence_index.max()) + 1).index_add(0, inputs.sequence_index, log_ratio)
+            log_ratio = sums[inputs.sequence_index]
+        ratio = log_ratio.exp()
+        outside = (ratio < bounds.low) | (ratio > bounds.high)
+        masks = mode.endswith("mask")
+        weight = torch.where(outside, 0.0, ratio) if masks else ratio.clamp(bounds.low, bounds.high)
+        count = float(ratio.numel())
+        metrics: Metrics = {
+            "sampling/masked_mean": (outside.sum() * masks, count),
+            "sampling/ratio_outside_frac": (outside.sum(), count),
+        }
+    return -(inputs.advantages * weight * inputs.logprobs).sum(), metrics
+
+
+def centered_loss(inputs: LossInputs, bounds: Bounds, truncated: bool = False) -> tuple[torch.Tensor, Metrics]:
+    """Σ −A·sg(w)·log π + A·C: bounded importance weights with the sampler's expected score taken off. w = r·gate(r): masked.
 
     Under q the expected score E[w ∇log π] of masked weights is not zero, so every update would move the policy whatever the
     rewards. Known of q are the sampled token and H, the likeliest tokens; the rest of the vocabulary is taken to differ by one
@@ -43,6 +67,9 @@ def centered_loss(inputs: LossInputs, bounds: Bounds) -> tuple[torch.Tensor, Met
     - gate(x) = 1 if low ≤ x ≤ high and x is not clipped for the sign of A, else 0;
     - m = p·gate(p/q) on H;
     - α = gate(1/ρ), 0 if ρ = 0; ρ = (1 − Σ_H q) / max(1 − Σ_H p, 1e-6).
+
+    `truncated`: in place of the gates w = clamp(r, low, high), without the clip; m = clamp(p, low q, high q);
+    α = clamp(1, low ρ, high ρ).
 
     A masked term stays a term of whatever the sum is divided by.
     """
@@ -61,17 +88,21 @@ def centered_loss(inputs: LossInputs, bounds: Bounds) -> tuple[torch.Tensor, Met
     with torch.no_grad():
         ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
         kept = gate(ratio)
-        weight = torch.where(kept, ratio, 0.0)
+        weight = ratio.clamp(bounds.low, bounds.high) if truncated else torch.where(kept, ratio, 0.0)
         log_q = torch.where(known, inputs.sampler_top_logprobs, 0.0)
         p, q = torch.where(known, log_p.exp(), 0.0), torch.where(known, log_q.exp(), 0.0)
         sampler_mass = q.sum(-1)
         rho = (1 - sampler_mass).clamp_min(0) / (1 - p.sum(-1)).clamp_min(_TAIL_FLOOR)
-        alpha = gate(1 / rho) & (rho > 0)
-        center = p * gate((log_p - log_q).exp()) - p * alpha[:, None]
+        if truncated:
+            alpha = torch.ones_like(rho).clamp(bounds.low * rho, bounds.high * rho)
+            center = p.clamp(bounds.low * q, bounds.high * q) - p * alpha[:, None]
+        else:
+            alpha = gate(1 / rho) & (rho > 0)
+            center = p * gate((log_p - log_q).exp()) - p * alpha[:, None]
         outside = (ratio < bounds.low) | (ratio > bounds.high)
         count = float(ratio.numel())
         metrics: Metrics = {
-            "sampling/masked_mean": ((~kept).sum(), count),
+            "sampling/masked_mean": ((~kept).sum() * (not truncated), count),
             "sampling/ratio_outside_frac": (outside.sum(), count),
             "sampling/sampler_mass": (sampler_mass.sum(), count),
         }

@@ -7,14 +7,22 @@ import pytest
 import torch
 
 from trainers.algorithms import LossInputs
-from trainers.policy_losses import Bounds, centered_loss
+from trainers.config import GRPOConfig
+from trainers.policy_losses import Bounds, centered_loss, weighted_loss
 
 VOCABULARY = 6
 BOUNDS = Bounds(0.5, 5.0, 0.8, 1.2)
 LOGITS = torch.tensor([1.0, 0.4, -0.3, 0.1, -1.2, 0.7], dtype=torch.float64)
 
 
-def expected_update(logits: torch.Tensor, q: torch.Tensor, advantage: float, top: list[int], within: list[int] | None = None):
+def expected_update(
+    logits: torch.Tensor,
+    q: torch.Tensor,
+    advantage: float,
+    top: list[int],
+    within: list[int] | None = None,
+    truncated: bool = False,
+):
     """Σ_v q(v) ∇ loss(v), and the metrics: one term per token the sampler may give, each weighed by its probability.
 
     Args:
@@ -40,7 +48,7 @@ def expected_update(logits: torch.Tensor, q: torch.Tensor, advantage: float, top
             top_logprobs=gathered[None],
             sampler_top_logprobs=sampler_top[None],
         )
-        loss, metrics = centered_loss(inputs, BOUNDS)
+        loss, metrics = centered_loss(inputs, BOUNDS, truncated)
         total = total + q[token] * loss
         all_metrics.append({name: (float(n), float(d)) for name, (n, d) in metrics.items()})
     (gradient,) = torch.autograd.grad(total, leaf)
@@ -64,8 +72,22 @@ def test_with_the_whole_vocabulary_known_the_expected_update_is_zero(seed, advan
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_truncated_weights_are_centered_too(advantage):
+    outside = 0.0
+    for seed in range(4):
+        q = sampler(seed, 2.5)
+        gradient, metrics = expected_update(LOGITS, q, advantage, list(range(VOCABULARY)), truncated=True)
+        assert gradient.abs().max().item() < 1e-12 and not any(m["sampling/masked_mean"][0] for m in metrics)
+        without, _ = expected_update(LOGITS, q, advantage, [], truncated=True)
+        assert without.abs().max().item() > 0.001
+        outside += sum(m["sampling/ratio_outside_frac"][0] for m in metrics)
+    assert outside > 0, "no weight was truncated"
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("rho", [0.3, 3.0])
-def test_with_two_tokens_known_and_one_factor_off_them_it_is_zero(rho, advantage):
+def test_with_two_tokens_known_and_one_factor_off_them_it_is_zero(rho, advantage, truncated):
     top, logits = [0, 5], LOGITS.clone()
     if rho > 1:
         logits[top] += 3.0  # three times the rest of the mass must still leave some for H
@@ -74,11 +96,11 @@ def test_with_two_tokens_known_and_one_factor_off_them_it_is_zero(rho, advantage
     q[0] = p[0]  # one token is kept under either sign
     q[5] = 1 - q[:5].sum()
     assert q.min() > 0
-    gradient, _ = expected_update(logits, q, advantage, top)
+    gradient, _ = expected_update(logits, q, advantage, top, truncated=truncated)
     assert gradient.abs().max().item() < 1e-12
-    without, _ = expected_update(logits, q, advantage, [])
+    without, _ = expected_update(logits, q, advantage, [], truncated=truncated)
     assert without.abs().max().item() > 0.01
-    padded, _ = expected_update(logits, q, advantage, [*top, -1, -1])
+    padded, _ = expected_update(logits, q, advantage, [*top, -1, -1], truncated=truncated)
     assert padded.abs().max().item() < 1e-12
 
 
@@ -129,7 +151,54 @@ def test_ratios_beyond_any_number_mask_the_term_and_keep_it_finite():
         logprobs, zeros, zeros.bool(), torch.tensor([-120.0, -0.1]), torch.tensor([1.0, -1.0]), zeros.long(),
         tops, torch.tensor([[-120.0, -0.2], [-0.1, -torch.inf]]),
     )  # fmt: skip
+    truncated, _ = centered_loss(inputs, BOUNDS, truncated=True)
+    assert torch.isfinite(truncated)
+    assert all(torch.isfinite(gradient).all() for gradient in torch.autograd.grad(truncated, [logprobs, tops]))
     loss, metrics = centered_loss(inputs, BOUNDS)
     assert torch.isfinite(loss) and metrics["sampling/masked_mean"][0] == 2
     assert metrics["sampling/ratio_outside_frac"][0] == 2
     assert all(torch.isfinite(gradient).all() for gradient in torch.autograd.grad(loss, [logprobs, tops]))
+
+
+# Weights without centering
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "masked"),
+    [
+        # r = 0.25, 2.4, 8, 0.55; the bounds are 0.5 and 5
+        ("token_truncate", [0.5, 2.4, 5.0, 0.55], 0),
+        ("token_mask", [0.0, 2.4, 0.0, 0.55], 2),
+        # the first two terms are a sequence: 0.25 · 2.4 = 0.6; the others another: 8 · 0.55 = 4.4
+        ("sequence_truncate", [0.6, 0.6, 4.4, 4.4], 0),
+        ("sequence_mask", [0.6, 0.6, 4.4, 4.4], 0),
+    ],
+)
+def test_importance_weights_by_hand(mode, weights, masked):
+    ratios = torch.tensor([0.25, 2.4, 8.0, 0.55], dtype=torch.float64)
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0], dtype=torch.float64)
+    none = torch.zeros(4, 0)
+    inputs = LossInputs(
+        logprobs, none, none.bool(), logprobs.detach() - ratios.log(), advantages, torch.tensor([0, 0, 1, 1]), none, none
+    )
+    loss, metrics = weighted_loss(inputs, BOUNDS, mode)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    np.testing.assert_allclose(gradient, -advantages * torch.tensor(weights, dtype=torch.float64), atol=1e-12)
+    assert float(metrics["sampling/masked_mean"][0]) == masked and metrics["sampling/masked_mean"][1] == 4.0
+
+
+def test_a_sequence_out_of_bounds_is_masked_or_truncated_whole():
+    log_ratio = torch.tensor([2.0, 2.0, 0.1], dtype=torch.float64)  # the first sequence's product is e⁴
+    none, zeros = torch.zeros(3, 0), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(zeros, none, none.bool(), -log_ratio, torch.ones(3), torch.tensor([0, 0, 1]), none, none)
+    for mode, weight in (("sequence_mask", 0.0), ("sequence_truncate", 5.0)):
+        (gradient,) = torch.autograd.grad(weighted_loss(inputs, BOUNDS, mode)[0], zeros)
+        np.testing.assert_allclose(gradient, [-weight, -weight, -np.exp(0.1)], atol=1e-12)
+
+
+def test_weights_of_sequences_are_refused_with_score_centering():
+    fields = {"model": "m", "dataset": {"path": "d"}, "importance_sampling": "sequence_mask"}
+    with pytest.raises(ValueError, match="set score_centering=false, or importance_sampling=token_truncate or token_mask"):
+        GRPOConfig(**fields)
+    assert GRPOConfig(**fields, score_centering=False).importance_sampling == "sequence_mask"

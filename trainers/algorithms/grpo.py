@@ -52,10 +52,18 @@ class GRPO:
         """Advantages are final within their group."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """The centered loss, or the clipped one without `score_centering`; divided by the step's trained tokens."""
-        from trainers.policy_losses import Bounds, centered_loss, clipped_loss, ratio_metrics
+        """Centered with `score_centering`, else weighted by `importance_sampling`, or clipped where that is none.
+
+        Divided by the step's trained tokens.
+        """
+        from trainers.policy_losses import Bounds, centered_loss, clipped_loss, ratio_metrics, weighted_loss
 
         config = self.config
         bounds = Bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, self.low, self.high)
-        loss, metrics = centered_loss(inputs, bounds) if config.score_centering else (clipped_loss(inputs, bounds), {})
+        if config.score_centering:
+            loss, metrics = centered_loss(inputs, bounds, truncated=config.importance_sampling == "token_truncate")
+        elif config.importance_sampling == "none":
+            loss, metrics = clipped_loss(inputs, bounds), {}
+        else:
+            loss, metrics = weighted_loss(inputs, bounds, config.importance_sampling)
         return LossOutput([(loss, "tokens")], metrics | ratio_metrics(inputs, bounds))
