@@ -274,3 +274,21 @@ def test_a_process_gets_the_keys_of_what_is_up_here_only(home: Path, monkeypatch
     monkeypatch.setattr(sharing, "running", lambda: up)
     lines = sharing.other_machines()
     assert "export PREFECT_API_URL='http://10.0.0.1:4200/api'" in lines and len(lines) == 5
+
+
+def test_what_may_be_a_secret_stays_a_reference_in_what_a_flow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.config import resolve_plain
+
+    monkeypatch.setenv("FOLDER", "/data")
+    fields = {
+        "dataset": {"path": "${oc.env:FOLDER}/rows.jsonl"},
+        "hub_token": "${oc.env:NOT_SET}",
+        "model_init_kwargs": {"token": "${oc.env:NOT_SET}"},
+        "eval": {"reward_func": {"path": "${oc.env:FOLDER}/r.py:r", "kwargs": {"judge": "${oc.env:NOT_SET}"}}},
+    }
+    found = resolve_plain(fields)
+    assert found == {
+        **fields,
+        "dataset": {"path": "/data/rows.jsonl"},
+        "eval": {"reward_func": {**fields["eval"]["reward_func"], "path": "/data/r.py:r"}},  # type: ignore[index]
+    }
