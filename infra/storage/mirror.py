@@ -62,6 +62,7 @@ class Mirror:
         self.folder, self.store, self.rule, self.say = folder, store, rule, say
         self._lock = threading.Lock()
         self._held: int | None = None  # the step being uploaded
+        self._newest: int | None = None  # written last, as told; an upload may end long after it began
         self._damaged: dict[int, bytes] = {}  # local ones that are not what their manifest (this one) says
         self._proven: dict[int, bytes] = {}  # manifests of what was read back from storage
 
@@ -75,6 +76,7 @@ class Mirror:
     def tidy_folder(self, newest: int) -> None:
         """Delete what may go, now that `newest` is written."""
         with self._lock:
+            self._newest = newest
             gone = self.rule(read_local(self.folder), newest) - {self._held}
             for step in gone:
                 _remove(self.folder, step)
@@ -93,7 +95,7 @@ class Mirror:
         local, remote = read_local(self.folder), self.store.listed()
         missing = self._missing(local, remote, newest)
         if missing:
-            self._upload(missing[0], newest)
+            self._upload(missing[0])
             return True
         if newest is not None and newest in remote:
             self._tidy_storage(local, remote, newest)
@@ -114,7 +116,7 @@ class Mirror:
 
         return sorted((step for step in wanted if not same(step)), key=lambda step: (step == newest, step), reverse=True)
 
-    def _upload(self, step: int, newest: int | None) -> None:
+    def _upload(self, step: int) -> None:
         source = next(path for known, path in local_folders(self.folder) if known == step)
         with self._lock:
             self._held = step
@@ -135,8 +137,9 @@ class Mirror:
         finally:
             with self._lock:
                 self._held = None
-            if newest is not None:
-                self.tidy_folder(newest)
+                if self._newest is not None:
+                    for gone in self.rule(read_local(self.folder), self._newest):
+                        _remove(self.folder, gone)
         self.say("stored", step=step, uri=self.store.uri(step), bytes=manifest.size, seconds=time.monotonic() - began)
 
     def _tidy_storage(self, local: dict[int, Listed], remote: dict[int, Listed], newest: int) -> None:
