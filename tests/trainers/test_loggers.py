@@ -15,10 +15,13 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from flows.config import SFTRunConfig
+from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import wait_until
+from tests.trainers.test_main import Job
 from trainers import loggers
 from trainers.errors import ConfigError
 from trainers.loggers import Reporter, reporting_callbacks
+from trainers.main import main as trainer_main
 from trainers.training_arguments import LOGGER_PACKAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the loggers' own
@@ -258,3 +261,18 @@ def test_secrets_of_a_scripts_arguments_are_not_shown(tmp_path: Path) -> None:
     arguments = AsyncGRPOConfig(output_dir=str(tmp_path), model_init_kwargs={"token": "hf_canary", "revision": "main"})
     assert "hf_canary" not in arguments.to_json_string() and "main" in arguments.to_json_string()
     assert arguments.model_init_kwargs["token"] == "hf_canary"
+
+
+def test_a_run_of_a_flow_reports_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    build_tiny_model(tmp_path / "model")
+    job = Job(tmp_path, "reported", report_to=["tensorboard"], num_train_epochs=9)
+    monkeypatch.setenv("LOOPWRIGHT_REGISTRY_URL", job.registry.url)
+    for last in (3, 5):
+        _, path = job.attempt(max_steps=last)
+        assert trainer_main([str(path)]) == 0
+    board = EventAccumulator(str(tmp_path / "reported" / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert "train/perf/step_s" in board.Tags()["scalars"]
