@@ -108,8 +108,8 @@ def _differing(left: Mapping[str, Any], right: Mapping[str, Any], everything: bo
 
     hidden = () if everything else (*_NAMES_ONLY, "updated_at", "eta_s")
     one, two = (dict(leaves({name: value for name, value in tree.items() if name not in hidden})) for tree in (left, right))
-    for tree in (one, two):
-        tree.pop("", None)  # of an empty tree
+    # Of an empty group the other run's fields tell.
+    one, two = ({name: value for name, value in tree.items() if value != {}} for tree in (one, two))
     names = [*one, *(name for name in two if name not in one)]
     pairs = {name: [one.get(name, ABSENT), two.get(name, ABSENT)] for name in names}
     return {name: pair for name, pair in pairs.items() if everything or pair[0] != pair[1]}

@@ -147,7 +147,7 @@ def test_diff_names_what_differs_and_says_by_its_exit_code_whether_configs_do(re
 
 
 def test_runs_of_one_config_differ_in_nothing_that_counts(registry: Registry) -> None:
-    config = {**registry.get_run("first").config, "name": "again"}
+    config = {**registry.get_run("first").config, "name": "again", "tags": {}}
     registry.create_run("again", "sft-long-context", config)
     sections = as_json("diff", "first", "again")
     assert sections["config"] == {} and sections["result"]["status"] == ["FINISHED", "PENDING"]
