@@ -311,6 +311,7 @@ RunStorage(sys.argv[1], {"endpoint_url": sys.argv[2], "timeout_s": 60}).newest_w
 """
 
 
+@pytest.mark.slow
 def test_a_fetch_that_is_killed_half_way_leaves_nothing_that_looks_whole_and_is_gone_on_with(run: Run, s3: S3Server) -> None:
     store = run.storage.store()
     store.upload(1, write(run.folder, 1, BIG))
