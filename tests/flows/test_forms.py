@@ -72,7 +72,6 @@ class Form:
             return api.post("/flow_runs/filter", json={"deployments": {"id": {"any_": [self.id]}}}).json()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_every_field_is_there_by_its_name_with_its_help_the_most_used_first(
     browser: Any, server: PrefectServer, kind: str
