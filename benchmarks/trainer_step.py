@@ -59,6 +59,7 @@ class MemorySource:
     ranks: int = 1
     done: list[int] = field(default_factory=list)
     rows_address: str | None = None
+    passes: float = 0.0
     held: dict[int, Step] = field(default_factory=dict)
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
