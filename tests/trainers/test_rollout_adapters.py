@@ -15,7 +15,7 @@ from tests.support.pools import until
 from tests.support.rollout_runs import by_rank, running
 from tests.support.stub_server import StubServer
 from trainers.adapters import adapter_name
-from trainers.errors import ServerError
+from trainers.errors import DatasetError, ServerError
 from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.pool import ServerPool
@@ -137,7 +137,8 @@ async def test_rollouts_whose_adapter_leaves_the_window_are_given_up_and_count_a
         await asyncio.sleep(0.1)
         assert engine.source._begun, "version 0 is in the window of 1"  # type: ignore[attr-defined]
         engine.synced(2, TWO)
-        assert await engine.step(1, 2) is None, "the whole epoch was given up"
+        with pytest.raises(DatasetError, match=r"all 2 groups were dropped \(2 stale\)"):  # the whole epoch was given up
+            await engine.step(1, 2)
         assert engine.ledger.summary == {0: {"trained": 0, "dropped": {"stale": 2}}}
         assert not engine.source._begun and engine.source._pool.in_flight == 0  # type: ignore[attr-defined]
     assert len(stub.requests) == 6, "no second turn was asked for"

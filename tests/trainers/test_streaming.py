@@ -314,7 +314,7 @@ class OnlyOnce(Plain):
 
 
 async def test_memory_follows_what_is_under_way_not_what_was_read() -> None:
-    """An endless stream: after 3,000 prompts the ledger and the reader hold no more than after 300."""
+    """An endless stream: of 3,000 prompts that were trained the ledger and the reader hold what is under way."""
     source = FakeSource(delay_s=0.0)
     engine = fake_engine(fake_config(max_steps=10**6, per_device_train_batch_size=100), source, stream(Counted(10**9)))
     engine.synced(0)
@@ -327,7 +327,7 @@ async def test_memory_follows_what_is_under_way_not_what_was_read() -> None:
         engine.reader.forget(engine.ledger.needed())
         sizes.append((len(engine.ledger._open[0].states), sum(map(len, engine.reader._marks.values()))))
     assert engine.ledger.done == 60 * 50 and engine.ledger.passes() == 0.0
-    assert max(size for size, _ in sizes[6:]) <= 2 * max(size for size, _ in sizes[:6])
+    assert max(size for size, _ in sizes) <= 600  # a few steps' prompts, of 50 each
     assert max(marks for _, marks in sizes) <= 8
     state = json.dumps(engine.snapshot()[0])
     assert len(state) < 4000, state

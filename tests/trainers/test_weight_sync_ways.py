@@ -176,7 +176,7 @@ def test_a_broadcast_that_never_comes_ends_at_the_deadline_on_the_old_weights(vl
     sync = make(vllm_server, tmp_path, way)
     sync.push(tiny_policy(seed=1), 1)
     monkeypatch.setattr(way, "_broadcast", lambda parts, futures: None)
-    with pytest.raises(WeightSyncError, match="did not end in time"):
+    with pytest.raises(WeightSyncError, match=r"did not end in time|Timed out waiting 2000ms"):  # whichever side notices first
         sync.push(tiny_policy(seed=2), 2)
     assert served(vllm_server) == ("1", False)
     monkeypatch.undo()
