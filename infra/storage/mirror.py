@@ -77,9 +77,19 @@ class Mirror:
         """Delete what may go, now that `newest` is written."""
         with self._lock:
             self._newest = newest
-            gone = self.rule(read_local(self.folder), newest) - {self._held}
-            for step in gone:
-                _remove(self.folder, step)
+            self._remove_what_may_go()
+
+    def _remove_what_may_go(self) -> None:
+        """Called with the lock. What was written after the newest we know of is none of ours: its "saved" is on the way."""
+        assert self._newest is not None, "nothing was saved yet"
+        written = {step: path.stat().st_mtime_ns for step, path in local_folders(self.folder)}
+        since = written.get(self._newest)
+        if since is None:
+            return
+        found = read_local(self.folder).items()
+        known = {step: entry for step, entry in found if step <= self._newest or written.get(step, since) < since}
+        for step in self.rule(known, self._newest) - {self._held}:
+            _remove(self.folder, step)
 
     # Storage ---------------------------------------------------------------------------------------------------------
 
@@ -138,8 +148,7 @@ class Mirror:
             with self._lock:
                 self._held = None
                 if self._newest is not None:
-                    for gone in self.rule(read_local(self.folder), self._newest):
-                        _remove(self.folder, gone)
+                    self._remove_what_may_go()
         self.say("stored", step=step, uri=self.store.uri(step), bytes=manifest.size, seconds=time.monotonic() - began)
 
     def _tidy_storage(self, local: dict[int, Listed], remote: dict[int, Listed], newest: int) -> None:

@@ -110,7 +110,7 @@ class Prefect:
 
     @property
     def pid(self) -> int:
-        (pid,) = processes(Path(os.environ["LOOPWRIGHT_HOME"]), "prefect.server.api.server:create_app")
+        (pid,) = processes(Path(os.environ["LOOPWRIGHT_HOME"]), "flows.prefect_app:create_app")
         return pid
 
     def close(self) -> None:

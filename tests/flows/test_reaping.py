@@ -84,15 +84,16 @@ def test_a_lost_run_keeps_the_owner_by_which_it_is_known(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("flow_run", "host", "gone"),
+    ("facts", "host", "gone"),
     [
-        (running_flow_run(), "127.0.0.1", True),
-        (running_flow_run(), "prefect.example", False),  # its worker may be anywhere
-        (running_flow_run(deployment=None), "127.0.0.1", False),  # `loopwright run`
-        (running_flow_run(age_s=0.0), "127.0.0.1", False),
+        ({}, "127.0.0.1", True),
+        ({}, "prefect.example", False),  # its worker may be anywhere
+        ({"deployment": None}, "127.0.0.1", False),  # `loopwright run`
+        ({"age_s": 0.0}, "127.0.0.1", False),
     ],
 )
-def test_a_flow_run_without_a_process_or_a_row_is_gone(flow_run: dict[str, Any], host: str, gone: bool) -> None:
+def test_a_flow_run_without_a_process_or_a_row_is_gone(facts: dict[str, Any], host: str, gone: bool) -> None:
+    flow_run = running_flow_run(**facts)
     with httpx.Client(base_url=f"http://{host}:1/api") as client:
         assert _is_gone(flow_run, client) is gone
         sleeper = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]

@@ -16,6 +16,7 @@ import pytest
 from infra.errors import StorageError
 from infra.storage import checkpoints as stored_names
 from infra.storage.checkpoints import CheckpointStore, Listed
+from infra.storage.mirror import Mirror
 from infra.storage.resume import newest_whole
 from infra.storage.run_storage import RunStorage
 from infra.storage.uploads import Uploads
@@ -163,6 +164,16 @@ def test_the_folder_being_uploaded_is_held_while_newer_ones_are_saved(run: Run, 
         assert run.told("stored", step=1), "what was begun was finished before it was dropped"
     finally:
         link.close()
+
+
+def test_what_was_saved_while_the_word_of_an_older_one_was_on_its_way_stays(tmp_path: Path) -> None:
+    given_up, _, _ = (write(tmp_path, step) for step in (7, 2, 3))  # the run fell back behind 7, then went on
+    os.utime(given_up, (1, 1))
+    mirror = Mirror(tmp_path, None, Retention(last=1).removable)  # type: ignore[arg-type]
+    mirror.tidy_folder(2)
+    assert here(tmp_path) == [2, 3]
+    mirror.tidy_folder(3)
+    assert here(tmp_path) == [3]
 
 
 def test_a_storage_that_goes_away_or_refuses_is_tried_again_and_nothing_is_lost(
