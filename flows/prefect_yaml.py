@@ -24,7 +24,9 @@ HEAD = """\
 
 def text() -> str:
     """The whole file."""
-    content = {"name": "loopwright", "deployments": [_entry(target) for target in standard_targets()]}
+    # Flows are imported by module, from what is installed; without a pull step Prefect looks for a file in the entrypoint.
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}]
+    content = {"name": "loopwright", "pull": pull, "deployments": [_entry(target) for target in standard_targets()]}
     return HEAD + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 

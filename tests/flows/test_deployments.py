@@ -109,7 +109,6 @@ def test_prefect_yaml_is_what_the_code_makes() -> None:
     assert names == {(ENTRYPOINTS[target.flow], target.name) for target in standard_targets()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_prefect_deploys_the_same_from_prefect_yaml(deployed: PrefectServer) -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
