@@ -48,6 +48,7 @@ __all__ = ["POOL", "ServicesError", "Up", "describe", "running", "start", "stop"
 POOL = "loopwright"
 WORKER = f"worker-{socket.gethostname()}"
 REAP_S = 30.0
+WORKER_POLL_S = "2"  # Prefect's own 10 s is for many workers on one server; a run that is triggered waits for it
 WORKER_GRACE_S = 40.0  # a flow run that is stopped with its worker lets its trainer write a checkpoint
 READY_TIMEOUT_S = 600.0  # a service that ends is noticed at once; one on a machine at its limit may take minutes
 STOP_TIMEOUT_S = 120.0
@@ -274,6 +275,7 @@ def _start_worker(leases: LeaseManager) -> Supervised:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", WORKER]
     lease = leases.lease_process("Prefect worker")
     environment = {name: value for name, value in os.environ.items() if name not in SERVERS_ONLY}
+    environment.setdefault("PREFECT_WORKER_QUERY_SECONDS", WORKER_POLL_S)
     return Supervised.start(
         command, env=environment, log=home() / "prefect" / "worker.log", lease=lease.id, grace_s=WORKER_GRACE_S
     )
