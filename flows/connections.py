@@ -44,11 +44,16 @@ def up_file() -> Path:
 
 def running() -> Up | None:
     """What is up on this machine, None if nothing is."""
+    up = last()
+    return up if up is not None and alive(up.pid, up.start_time) else None
+
+
+def last() -> Up | None:
+    """What is up, or was when it was killed: an orderly end leaves nothing."""
     try:
-        up = Up(**json.loads(up_file().read_text()))
+        return Up(**json.loads(up_file().read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return up if alive(up.pid, up.start_time) else None
 
 
 def client_environment(up: Up, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -23,13 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from flows import prefect_api
-from flows.connections import Up, client_environment, running, up_file
+from flows.connections import Up, client_environment, last, running, up_file
 from flows.leftovers import Leftovers
 from flows.reaping import reap_all
 from flows.sharing import shared_host
@@ -48,6 +49,7 @@ __all__ = ["POOL", "ServicesError", "Up", "describe", "running", "start", "stop"
 POOL = "loopwright"
 WORKER = f"worker-{socket.gethostname()}"
 REAP_S = 30.0
+OLD_PORT_S = 70.0  # the system keeps the port of a killed server for a minute where clients were connected
 WORKER_POLL_S = "2"  # Prefect's own 10 s is for many workers on one server; a run that is triggered waits for it
 WORKER_GRACE_S = 40.0  # a flow run that is stopped with its worker lets its trainer write a checkpoint
 READY_TIMEOUT_S = 600.0  # a service that ends is noticed at once; one on a machine at its limit may take minutes
@@ -244,10 +246,25 @@ def _lease_port(leases: LeaseManager, options: argparse.Namespace, what: str) ->
     asked = getattr(options, f"{what}_port")
     if asked is None and options.shared:
         asked = PREFECT_PORT if what == "prefect" else MLFLOW_PORT
+    if asked is None and (port := _last_port(what, options.host)) is not None:
+        # Runs of a user's own wait for services that were killed at the address they know.
+        deadline = time.monotonic() + OLD_PORT_S
+        while time.monotonic() < deadline:
+            with suppress(PortTaken):
+                return leases.lease_port(port=port, host=options.host)
+            time.sleep(1.0)
     try:
         return leases.lease_port(port=asked or None, host=options.host)
     except PortTaken as error:
         raise ServicesError(f"{error}; choose another by --{what}-port (0: any free one)") from error
+
+
+def _last_port(what: str, host: str) -> int | None:
+    """Of the services that were killed and not stopped."""
+    up = last()
+    if up is None or up.host != host:
+        return None
+    return up.prefect_port if what == "prefect" else urlsplit(up.mlflow_url or "").port
 
 
 def _start_mlflow(lease: PortLease, shared: bool) -> Supervised:
