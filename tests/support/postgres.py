@@ -50,10 +50,8 @@ class PostgresServer:
         if _USER:
             shutil.chown(self.folder, **_USER)
             if self._run("postgres", "--version").returncode:  # the package lies where only root may look
-                copy = self.folder / "programs"
-                shutil.copytree(programs.parent, copy, symlinks=True)
+                self._programs = _copied(programs, self.folder / "programs")
                 self.folder.chmod(0o755)
-                self._programs = copy / "bin"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -132,6 +130,16 @@ class PostgresServer:
             return subprocess.CompletedProcess([], 126)
         assert not check or done.returncode == 0, done.stderr.decode(errors="replace")
         return done
+
+
+def _copied(programs: Path, to: Path) -> Path:
+    """The programs' folder below `to`, the libraries of their package where they look for them: beside the package."""
+    install, package = programs.parent, programs.parents[1]
+    libraries = package.with_name(f"{package.name}.libs")
+    shutil.copytree(install, to / package.name / install.name, symlinks=True)
+    if libraries.exists():
+        shutil.copytree(libraries, to / libraries.name)
+    return to / package.name / install.name / programs.name
 
 
 def _environment() -> dict[str, str]:
