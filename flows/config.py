@@ -6,8 +6,6 @@ parameter, because Prefect drops constraints of top-level parameters; its JSON s
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -15,129 +13,17 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.config_servers import NAME, ServersConfig
 from flows.convert import resolve_model
 from flows.form import lay_out
 from infra.home import home
 from infra.storage import is_remote
 from infra.storage.run_storage import RunStorage
 from infra.tracking_params import is_secret
-from trainers.config import DType, GRPOConfig, SFTConfig, StrictModel
+from trainers.config import GRPOConfig, SFTConfig, StrictModel
 from trainers.metrics import spec_of
 from trainers.references import REFERENCE, is_reference, resolve
-from trainers.roster import plain_url
 from trainers.training_arguments import LOGGER_PACKAGES
-
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
-
-
-def http_address(url: str | None) -> str | None:
-    if url is not None and url.startswith("name:") and _NAME.match(url.removeprefix("name:")):
-        return url
-    if url is not None and not is_reference(url) and urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError("a server's address starts with http:// or https://, or is name:X for a server that is kept by a name")
-    return plain_url(url) if url else url
-
-
-class ServerConfig(StrictModel):
-    """One vLLM server: started for the run, or one that is already up (`url`)."""
-
-    url: str | None = Field(default=None, description="Base URL of a server already up. Default none: the run starts its own.")
-    api_key_env: str = Field(
-        default="VLLM_API_KEY",
-        description="With `url`: name of the environment variable that holds the server's key. Default VLLM_API_KEY.",
-    )
-    gpus: int | None = Field(
-        default=None,
-        ge=0,
-        description="GPUs to lease for a server. None: as many as it computes on, where there are any; 0: CPU. Default none.",
-    )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs one model copy is split over. Default 1.")
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest sequence in tokens the server takes. Default: the model's own."
-    )
-    dtype: DType | None = Field(
-        default=None, description="Type the server computes in. Default: bfloat16 on a GPU, float32 on CPU."
-    )
-    extra_args: list[str] = Field(default_factory=list, description="Further arguments of vLLM's command line. Default none.")
-    python: str | None = Field(
-        default=None, description="Interpreter that has vLLM installed. Default: the one that runs Loopwright."
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        description="Further environment variables of the server; secrets as ${oc.env:NAME}. Default none.",
-    )
-
-    @field_validator("env")
-    @classmethod
-    def _no_plain_secrets(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, value in env.items():
-            if _SECRET_NAME.search(name) and value and not is_reference(value):
-                raise ValueError(f"{name} looks like a secret: write ${{oc.env:{name}}} and set it in the environment")
-        return env
-
-    @field_validator("url")
-    @classmethod
-    def _http(cls, url: str | None) -> str | None:
-        return http_address(url)
-
-    @property
-    def gpus_needed(self) -> int:
-        """Of one server: the copies in its data-parallel group (`--data-parallel-size` in extra_args) × GPUs of a copy."""
-        copies = 1
-        for argument, following in pairwise([*self.extra_args, ""]):
-            name, equals, value = argument.partition("=")
-            if name in ("--data-parallel-size", "-dp") and (value if equals else following).isdigit():
-                copies = int(value if equals else following)
-        return copies * self.tensor_parallel_size
-
-    @model_validator(mode="after")
-    def _gpus_fit(self) -> ServerConfig:
-        if self.gpus not in (None, 0) and self.gpus < self.gpus_needed:  # type: ignore[operator]
-            copies = self.gpus_needed // self.tensor_parallel_size
-            group = f" × --data-parallel-size {copies}" if copies > 1 else ""
-            raise ValueError(f"gpus={self.gpus} is fewer than tensor_parallel_size={self.tensor_parallel_size}{group}")
-        return self
-
-
-class StudentsConfig(ServerConfig):
-    """The servers of the policy that is trained: `count` alike ones started for the run, or those at `url`."""
-
-    url: str | list[str] | None = Field(  # type: ignore[assignment]
-        default=None,
-        description="Base URL of a server already up, name:X for one kept by a name, or a list of several. Default none: the "
-        "run starts its own.",
-    )
-    count: int = Field(default=1, ge=1, description="Servers to start, each with GPUs and a port of its own. Default 1.")
-
-    @property
-    def urls(self) -> list[str]:
-        """Of the servers already up."""
-        return [self.url] if isinstance(self.url, str) else self.url or []
-
-    @field_validator("url")
-    @classmethod
-    def _http(cls, url: str | list[str] | None) -> str | list[str] | None:
-        if not isinstance(url, list):
-            return http_address(url)
-        if not url:
-            raise ValueError("the list of servers is empty: name at least one, or leave `url` out")
-        urls = [str(http_address(one)) for one in url]
-        if twice := [one for one in urls if urls.count(one) > 1]:
-            raise ValueError(f"{twice[0]} is named twice: name every server once")
-        return urls
-
-    @model_validator(mode="after")
-    def _started_or_given(self) -> StudentsConfig:
-        if self.url is not None and self.count != 1:
-            raise ValueError(f"count={self.count} is for servers that the run starts: with `url`, list as many addresses")
-        return self
-
-
-class ServersConfig(StrictModel):
-    """The servers of a run."""
-
-    student: StudentsConfig = Field(default_factory=StudentsConfig, description="Serve the policy that is trained.")
 
 
 class LaunchConfig(StrictModel):
@@ -357,7 +243,7 @@ class RunSettings(StrictModel):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str | None) -> str | None:
-        if name is not None and not _NAME.match(name):
+        if name is not None and not NAME.match(name):
             raise ValueError(
                 "a run's name has letters, digits, `_`, `-` and `.`, starts with a letter or digit, and has at most 128"
             )
@@ -401,11 +287,7 @@ def trainer_fields(config: RunConfig, output_dir: Path) -> dict[str, Any]:
     References are resolved (a packaged model to its folder as well), but for what may be a secret: the trainer resolves that
     where it uses it.
     """
-    fields = {
-        name: resolve_plain({name: value})[name]
-        for name, value in config.model_dump(mode="json").items()
-        if name not in _INFRA_FIELDS
-    }
+    fields = resolve_plain({name: value for name, value in config.model_dump(mode="json").items() if name not in _INFRA_FIELDS})
     return {**fields, "model": resolve_model(fields["model"]), "output_dir": str(output_dir)}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field, model_validator
 
-from flows.config import DType, RetryConfig, ServerConfig, TrackingConfig
-from trainers.config import CallableSpec, DatasetConfig, StrictModel
+from flows.config import RetryConfig, TrackingConfig
+from flows.config_servers import ServerConfig
+from trainers.config import CallableSpec, DatasetConfig, DType, StrictModel
 from trainers.config_base import number_fields
 
 

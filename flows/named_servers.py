@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from flows.config import ServerConfig
+from flows.config_servers import ServerConfig
 from infra.registry import Registry
 from infra.server_names import PREFIX, find, key_of
 from trainers.errors import ConfigError

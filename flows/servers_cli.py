@@ -77,7 +77,7 @@ def remove(run: str, url: str | None, count: int | None) -> None:
 
 
 def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int | None) -> str:
-    from flows.config import http_address
+    from flows.config_servers import http_address
     from flows.server_requests import ask
 
     if url is not None and count is not None:

@@ -16,7 +16,8 @@ from prefect.states import Failed
 from pydantic import ConfigDict, Field, field_validator
 
 from flows import artifacts
-from flows.config import GRPORunConfig, ServerConfig
+from flows.config import GRPORunConfig
+from flows.config_servers import ServerConfig
 from flows.convert import resolve_model
 from flows.reaping import reap_all
 from flows.training import RunFailed, describe, failure_of
