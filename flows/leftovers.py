@@ -34,9 +34,9 @@ class Leftovers:
             if self._child.poll() is None:
                 return None
             self._child = None
-        for folder in self._waiting():
+        for folder in self._ended():
             not_before, pause = self._pauses.get(folder, (0.0, FIRST_PAUSE_S))
-            if time.monotonic() >= not_before:
+            if time.monotonic() >= not_before and leftover(folder / "tracking"):
                 self._pauses[folder] = (time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE_S))
                 command = [sys.executable, "-m", "infra.tracking", str(folder)]
                 self._child = subprocess.Popen(
@@ -45,10 +45,9 @@ class Leftovers:
                 return folder
         return None
 
-    def _waiting(self) -> list[Path]:
-        runs = [run for run in self._registry.list_runs() if run.output_dir and not (run.owner and owner_alive(run.owner))]
-        folders = [Path(str(run.output_dir)) for run in runs if run.status not in ("RUNNING", "PENDING")]
-        return [folder for folder in folders if leftover(folder / "tracking")]
+    def _ended(self) -> list[Path]:
+        runs = [run for run in self._registry.list_runs(light=True) if not (run.owner and owner_alive(run.owner))]
+        return [Path(run.output_dir) for run in runs if run.output_dir and run.status not in ("RUNNING", "PENDING")]
 
     def close(self) -> None:
         """End the process that sends; what it has not sent stays where it is."""

@@ -59,7 +59,7 @@ def reap_all(registry: Registry | None = None) -> str:
 def _end_half_ended(registry: Registry) -> None:
     """Runs whose flow said how they ended, and was killed before it had told MLflow: Prefect kills a flow run 30 s after it
     began to cancel it. Without an owner they are done with."""
-    for run in registry.list_runs():
+    for run in registry.list_runs(light=True):
         told = run.status == "KILLED" or (run.status == "FAILED" and run.failure_class != "infrastructure")
         if not told or run.owner is None or owner_alive(run.owner):
             continue
@@ -106,7 +106,8 @@ def _lost(run: RunRow) -> bool:
 
 def _end_flow_runs(registry: Registry, client: httpx.Client) -> Sequence[str]:
     """Set Prefect flow runs of runs that have ended, or whose process is gone, to Crashed (Cancelled); their ids."""
-    rows = {row.prefect_flow_run_id: row for row in (*registry.list_runs(), *registry.list_sweeps()) if row.prefect_flow_run_id}
+    known = (*registry.list_runs(light=True), *registry.list_sweeps())
+    rows = {row.prefect_flow_run_id: row for row in known if row.prefect_flow_run_id}
     done = {flow_run: row for flow_run, row in rows.items() if _nobody_will_end(row)}
     ended = []
     query = {"flow_runs": {"state": {"type": {"any_": _UNFINISHED}}}, "limit": 200}
@@ -143,16 +144,16 @@ def _set_state(client: httpx.Client, flow_run_id: str, state: dict[str, Any]) ->
 def _resume_lost(registry: Registry, client: httpx.Client) -> list[str]:
     """Names of the lost runs that a worker will take up again: what Retry does in Prefect's pages."""
     resumed = []
-    for run in registry.list_runs("FAILED"):
+    for run in registry.list_runs("FAILED", light=True):
         if not _lost(run) or (flow_run := _flow_run(run, client)) is None:
             continue
         if flow_run["state"]["type"] in _CANCELLED:
             registry.update_run(run.id, status="KILLED", failure_class=None, cause="cancelled in Prefect")
             _end_mlflow(registry.get_run(run.id), "KILLED")
-        elif _pause_s(run, flow_run) is not None and registry.claim_run(run.id, Owner.current(), owner_alive):
+        elif _pause_s(registry, run, flow_run) is not None and registry.claim_run(run.id, Owner.current(), owner_alive):
             try:  # of two reapers the second finds the flow run scheduled
                 run_now, flow_run = registry.get_run(run.id), _flow_run(run, client)
-                pause = _pause_s(run, flow_run) if flow_run is not None and run_now.status == "FAILED" else None
+                pause = _pause_s(registry, run, flow_run) if flow_run and run_now.status == "FAILED" else None
                 if flow_run is not None and pause is not None:
                     _schedule(flow_run, pause, client)
                     resumed.append(run.name)
@@ -163,21 +164,24 @@ def _resume_lost(registry: Registry, client: httpx.Client) -> list[str]:
 
 def _flow_run(run: RunRow, client: httpx.Client) -> dict[str, Any] | None:
     """None: the server that knew it is another one, or gone."""
+    if run.prefect_flow_run_id is None:
+        return None
     answer = client.get(f"/flow_runs/{run.prefect_flow_run_id}")
-    if run.prefect_flow_run_id is None or answer.status_code in (404, 422):
+    if answer.status_code in (404, 422):
         return None
     flow_run = answer.raise_for_status().json()
     return flow_run if flow_run.get("state") else None
 
 
-def _pause_s(run: RunRow, flow_run: dict[str, Any]) -> float | None:
+def _pause_s(registry: Registry, run: RunRow, flow_run: dict[str, Any]) -> float | None:
     """Seconds until it is taken up again; None: it is not, or is already scheduled."""
     if flow_run["state"]["type"] != "CRASHED" or flow_run["deployment_id"] is None:
         return None
     from flows.config import RetryConfig
     from flows.training import backoff_s
 
-    return backoff_s(RetryConfig.model_validate(run.config.get("retry") or {}), "infrastructure", flow_run["run_count"])
+    retry = registry.get_run(run.id).config.get("retry")  # a light row has none
+    return backoff_s(RetryConfig.model_validate(retry or {}), "infrastructure", flow_run["run_count"])
 
 
 def _schedule(flow_run: dict[str, Any], pause_s: float, client: httpx.Client) -> None:

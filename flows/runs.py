@@ -46,7 +46,8 @@ def named(registry: Registry, config: RunConfig, flow_run_id: str | None, fallba
     """`config` with a name: its own, else that of the run `flow_run_id` belongs to (a retry), else made from `fallback`."""
     if config.name is not None:
         return config
-    known = next((run for run in registry.list_runs() if flow_run_id and run.prefect_flow_run_id == flow_run_id), None)
+    runs = registry.list_runs(light=True) if flow_run_id else []
+    known = next((run for run in runs if run.prefect_flow_run_id == flow_run_id), None)
     return config.model_copy(update={"name": known.name if known else plain_name(fallback)})
 
 
