@@ -48,7 +48,7 @@ def reap(registry: Registry) -> ReapReport:
     freed = [(lease, why) for lease, why in dead if _kill(lease, report)]
     for lease, why in freed:
         _free(registry, lease, why, report)
-    for run in registry.list_runs():
+    for run in registry.list_runs(light=True):
         if run.status in UNFINISHED and run.owner is not None and not owner_alive(run.owner):
             _end_run(registry, run.id, run.owner, report)
     return report

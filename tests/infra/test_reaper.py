@@ -124,7 +124,7 @@ def test_a_run_that_is_resumed_meanwhile_is_not_failed(registry, dead, monkeypat
         assert start is not None
         stale = registry.list_runs()
         registry.update_run(run.id, owner=Owner(resumer.pid, start, dead.host))
-        monkeypatch.setattr(registry, "list_runs", lambda: stale)
+        monkeypatch.setattr(registry, "list_runs", lambda **_: stale)
         assert reap(registry).runs == {}
     assert registry.get_run("resumed").status == "RUNNING"
     assert registry.get_run("resumed").owner_pid == resumer.pid

