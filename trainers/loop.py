@@ -135,12 +135,9 @@ class TrainLoop:
         try:
             self._begin(resume)
             self.callbacks.fire("on_train_begin")
-            stopped = "max_steps"
-            while not 0 <= self.config.max_steps <= state.global_step:
+            stopped = ""
+            while not stopped and not self._finished():
                 stopped = self._step()
-                if stopped:
-                    break
-                stopped = "max_steps"
             if self.last_logged < state.global_step:
                 self._log()
             if self.last_saved[0] < state.global_step:
@@ -154,7 +151,7 @@ class TrainLoop:
                 self._source.close()
             if self.weight_sync is not None:
                 self.weight_sync.close()
-        return TrainResult(state.global_step, stopped, self.last_saved[1], self._last_values)
+        return TrainResult(state.global_step, stopped or "max_steps", self.last_saved[1], self._last_values)
 
     @property
     def source(self) -> StepSource:
@@ -349,7 +346,8 @@ class TrainLoop:
         self.last_logged = state.global_step
         self.bag.merge(pairs)
         values: dict[str, float] = {}
-        for name, value in self._drain_bag().items():
+        drained, self.bag = self.bag.values(), MetricBag()
+        for name, value in drained.items():
             if spec_of(name).reduction == "total":
                 value = self.totals[name] = self.totals.get(name, 0.0) + value
             values[name] = value
@@ -365,11 +363,6 @@ class TrainLoop:
             why = collapsed(state.log_history, rule)
             if self.ranks.any(why is not None)[0]:  # only rank 0 knows of rewards
                 raise DivergenceError(why or "rank 0: the reward collapsed")
-
-    def _drain_bag(self) -> dict[str, float]:
-        values = self.bag.values()
-        self.bag = MetricBag()
-        return values
 
     def _evaluate(self) -> None:
         metrics: dict[str, float] = {}

@@ -104,6 +104,11 @@ class Rollout:
     exhausted: bool = False  # ended by its token budget or the cap on tool calls, not by the model
     reconciled: Reconciled | None = None  # its turns as training sequences, once generated
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Of all turns."""
+        return sum(len(turn.output_ids) for turn in self.turns)
+
 
 @dataclass(slots=True)
 class RolloutGroup:

@@ -171,9 +171,8 @@ class StepEngine:
         }
         if self.reader is not None:
             state["stream"] = self.reader.state_dict(self.ledger.needed())
-        if not (self.config.save_rollout_buffer and self.algorithm.generates):
-            return Snapshot(state, None, self._inspection.held())  # recorded rows are simply read again
-        return Snapshot(state, buffer_arrays(self._steps.held()), self._inspection.held())
+        buffered = self.config.save_rollout_buffer and self.algorithm.generates  # recorded rows are simply read again
+        return Snapshot(state, buffer_arrays(self._steps.held()) if buffered else None, self._inspection.held())
 
     def restore(self, directory: Path) -> None:
         """Load a snapshot, before `start`.
@@ -214,7 +213,7 @@ class StepEngine:
                 else:
                     self._take(outcome)
                 self._touch()
-            check_use(self.ledger.state_dict()["epochs"].values(), len(self._steps.held()))
+            check_use(self.ledger.counts().values(), len(self._steps.held()))
             self._finished = True
             self._advance()
         except Exception as error:
@@ -312,7 +311,6 @@ class StepEngine:
             cause = cause or ("oversize" if samples else "empty")
         if self.algorithm.generates:
             self._inspection.take(group, cause or "kept", len(fitting) if cause is None else 0)
-        if self.algorithm.generates:
             self._metrics.add("cost/tokens/dropped", _lost_tokens(group, samples, [] if cause else fitting))
         if cause is not None:
             self._drop(key, cause)
@@ -405,8 +403,8 @@ class StepEngine:
 def _lost_tokens(group: RolloutGroup, samples: list[Sample], kept: list[Sample]) -> int:
     """Sampled tokens that are not trained on: all of a group that is dropped, else those of samples that are."""
     if not kept:
-        return sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
-    return sum(int(sample.loss_mask.sum()) for sample in samples) - sum(int(sample.loss_mask.sum()) for sample in kept)
+        return sum(rollout.sampled_tokens for rollout in group.rollouts)
+    return sum(sample.trained_tokens for sample in samples) - sum(sample.trained_tokens for sample in kept)
 
 
 def _key(group: str) -> Key:

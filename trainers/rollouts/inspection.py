@@ -101,7 +101,7 @@ def rollout_row(group: RolloutGroup, number: int, outcome: str) -> dict[str, Any
         "reward": _finite(rollout.reward),
         **{f"rewards/{name}": _finite(value) for name, value in rollout.rewards.items()},
         "advantage": None if group.advantages is None else _finite(group.advantages[number]),
-        "tokens": sum(len(turn.output_ids) for turn in rollout.turns),
+        "tokens": rollout.sampled_tokens,
         "turns": len(rollout.turns),
         "tool_calls": len(rollout.tool_calls),
         "tool_failures": sum(call.error for call in rollout.tool_calls),

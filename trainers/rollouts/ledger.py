@@ -90,6 +90,10 @@ class _Epoch:
     def complete(self) -> bool:
         return self.limit is not None and self.first >= self.limit
 
+    @property
+    def counts(self) -> dict[str, Any]:
+        return {"trained": self.trained, "dropped": dict(self.dropped)}
+
 
 @dataclass(slots=True)
 class _Settling:
@@ -251,7 +255,7 @@ class Ledger:
             entry.forget()
         while self._first in self._open and self._open[self._first].complete:
             entry = self._open.pop(self._first)
-            self.summary[self._first] = {"trained": entry.trained, "dropped": dict(entry.dropped)}
+            self.summary[self._first] = entry.counts
             self._first += 1
 
     # Questions
@@ -274,6 +278,10 @@ class Ledger:
             return float(self._first)
         return self._first + sum(min(1.0, (entry.counted + whole[n]) / self._length) for n, entry in self._open.items())
 
+    def counts(self) -> dict[int, dict[str, Any]]:
+        """Of every epoch that began, by number: `{"trained": n, "dropped": {cause: n}}`."""
+        return self.summary | {epoch: entry.counts for epoch, entry in sorted(self._open.items())}
+
     def needed(self) -> dict[int, int]:
         """Per epoch under way, a position below which no row is needed again, not even after a resume."""
         return {epoch: entry.first for epoch, entry in self._open.items()}
@@ -287,7 +295,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """What counts, as JSON. Positions are in the order of each epoch, ranges half-open."""
-        epochs = {str(epoch): counts for epoch, counts in self.summary.items()}
+        epochs = {str(epoch): counts for epoch, counts in self.counts().items()}
         done, lengths = {}, {}
         next_index = 0
         for epoch, entry in sorted(self._open.items()):
@@ -298,7 +306,6 @@ class Ledger:
             if epoch == self._first:
                 next_index, below = frontier, []  # the same, said once
             done[str(epoch)] = below + _ranges(sorted(position for position in beyond if position >= frontier))
-            epochs[str(epoch)] = {"trained": entry.trained, "dropped": dict(entry.dropped)}
             if self.prompts is None and entry.limit is not None:
                 lengths[str(epoch)] = entry.limit
         drops: Counter[str] = Counter()

@@ -291,7 +291,7 @@ class AsyncRolloutLoop:
     def _measure(self, group: RolloutGroup) -> None:
         add = self._metrics.add
         for rollout in group.rollouts:
-            length = sum(len(turn.output_ids) for turn in rollout.turns)
+            length = rollout.sampled_tokens
             ended = bool(rollout.turns) and rollout.turns[-1].finish_reason == "stop"
             add("completions/mean_length", length)
             add("cost/tokens/generated", length)

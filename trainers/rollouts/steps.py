@@ -108,7 +108,7 @@ class StepQueue:
             if self.stale(sample, request.train_version):
                 self._pop()
                 self._metrics.add("sample/dropped_stale_total", 1)
-                self._metrics.add("cost/tokens/dropped", int(sample.loss_mask.sum()))
+                self._metrics.add("cost/tokens/dropped", sample.trained_tokens)
                 self._settle(sample, "stale")
             elif request.planner.add(len(sample.token_ids)):
                 request.samples.append(self._pop())
