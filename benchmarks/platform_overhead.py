@@ -161,16 +161,18 @@ def through_the_platform(config: dict[str, Any], home: Path, repeats: int) -> tu
 
 def tracking_seconds(folder: Path) -> float:
     """Seconds a step gives to tracking: in the training thread's own calls, and of the interpreter by the threads behind."""
+    from infra.leases import LeaseManager
     from infra.mlflow_server import MLflowServer
     from infra.registry import Registry
     from infra.tracking import Tracker
     from trainers.main import RegistryWriter
 
     folder.mkdir()
-    server = MLflowServer.start(_free_port(), folder / "mlflow")
+    registry = Registry(folder / "registry.db")
+    with LeaseManager(registry) as leases:
+        server = MLflowServer.start(leases.lease_port().port, folder / "mlflow")
     try:
         server.wait_ready()
-        registry = Registry(folder / "registry.db")
         writer = RegistryWriter(registry, registry.create_run("tracked", "benchmark").id)
         tracker = Tracker(folder / "run", server.url, "benchmark", "tracked")
         tracker.start({"a": 1}, resume_step=0)
@@ -225,14 +227,6 @@ def note(what: str, value: Any) -> None:
     print(f"{what}: {shown}", file=sys.stderr, flush=True)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def measure(folder: Path, repeats: int) -> dict[str, float]:
     home = folder / "home"
     home.mkdir()
@@ -251,7 +245,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     return {
         "flow_overhead_s": round(statistics.median(first) - statistics.median(bare), 3),
         "resume_s": round(statistics.median(resumed), 3),
-        "tracking_frac": round(tracking / 1.0, 5),
+        "tracking_frac": round(tracking, 5),
         "runs_list_s": round(statistics.median(listing), 3),
     }
 
