@@ -20,8 +20,9 @@ from pathlib import Path
 
 from infra.migrations import bring_to_head
 from infra.registry_attempts import Attempts
-from infra.registry_core import URL_VARIABLE, AlreadyThere, NotFound, RunExists, RunNotFound, default_url, shown_url
+from infra.registry_core import URL_VARIABLE, AlreadyThere, NotFound, RunExists, RunNotFound, default_url
 from infra.registry_costs import Costs
+from infra.registry_engine import shown_url
 from infra.registry_leases import Leases
 from infra.registry_lineage import Lineage
 from infra.registry_models import AttemptRow, CheckpointRow, LeaseRow, Owner, RunRow, ServerRow

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import select
-from sqlalchemy.engine import make_url
+from sqlalchemy import or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from infra.registry_engine import WRITES, open_engine
-from infra.registry_models import STATUSES, Base, Owner, RunRow
+from infra.registry_engine import WRITES, open_engine, shown_url
+from infra.registry_models import STATUSES, Base, OwnedMixin, Owner, RunRow
+from infra.registry_records import SweepRow
 
 T = TypeVar("T")
+Named = TypeVar("Named", RunRow, SweepRow)
 URL_VARIABLE = "LOOPWRIGHT_REGISTRY_URL"
 
 
@@ -58,11 +59,6 @@ def full_url(url: str | Path) -> str:
     return f"postgresql+psycopg://{rest}" if scheme in ("postgres", "postgresql") else text
 
 
-def shown_url(url: str) -> str:
-    """The URL without its password, for messages."""
-    return make_url(url).render_as_string(hide_password=True)
-
-
 class RegistryCore:
     """Errors of the database itself are SQLAlchemy's (`sqlalchemy.exc.SQLAlchemyError`)."""
 
@@ -95,6 +91,12 @@ class RegistryCore:
     def close(self) -> None:
         self._engine.dispose()
 
+    def _find(self, table: type[Named], name_or_id: str) -> Named | None:
+        """A name wins over an id."""
+        with self._read() as session:
+            rows = session.scalars(select(table).where(or_(table.name == name_or_id, table.id == name_or_id))).all()
+        return next((row for row in rows if row.name == name_or_id), rows[0] if rows else None)
+
     def _locked_run(self, session: Session, run_id: str) -> RunRow:
         run = session.scalars(select(RunRow).where(RunRow.id == run_id).with_for_update()).one_or_none()
         if run is None:
@@ -103,27 +105,26 @@ class RegistryCore:
 
 
 def set_columns(row: Base, columns: dict[str, Any]) -> None:
-    """Set columns of a row; `owner` sets the three owner columns.
+    """Set columns of a row; `owner` sets the three owner columns of one that has them.
 
     Raises:
         ValueError: there is no such column or status.
     """
     if "status" in columns:
         check_status(columns["status"])
-    if "owner" in columns:
-        columns = columns | owner_columns(columns["owner"])
-        del columns["owner"]
     known = row.__table__.columns.keys()
     for name, value in columns.items():
-        if name not in known:
+        if name not in known and not (name == "owner" and isinstance(row, OwnedMixin)):
             raise ValueError(f"{row.__tablename__} have no column {name!r}: {', '.join(known)}")
         setattr(row, name, value)
 
 
-def owner_columns(owner: Owner | None) -> dict[str, Any]:
-    if owner is None:
-        return {"owner_pid": None, "owner_start_time": None, "owner_host": None}
-    return {"owner_pid": owner.pid, "owner_start_time": owner.start_time, "owner_host": owner.host}
+def claim(row: OwnedMixin, owner: Owner, alive: Callable[[Owner], bool]) -> bool:
+    """Make `owner` the row's owner, unless a process that `alive` vouches for owns it."""
+    if row.owner is not None and row.owner != owner and alive(row.owner):
+        return False
+    row.owner = owner
+    return True
 
 
 def check_status(status: str) -> None:

@@ -39,10 +39,6 @@ class Costs(RegistryCore):
                 elif value > row.value:
                     row.value, row.updated_at = value, time.time()
 
-    def add_cost(self, run_id: str, attempt: int, kind: str, value: float) -> None:
-        """One of `add_costs`."""
-        self.add_costs(run_id, attempt, {kind: value})
-
     def costs(self, run_id: str) -> dict[str, float]:
         """By kind, over all attempts."""
         total: Counter[str] = Counter()

@@ -23,6 +23,11 @@ BUSY_TIMEOUT_S = 60.0
 WRITES = "loopwright_writes"  # execution option of connections that will write
 
 
+def shown_url(url: str) -> str:
+    """The URL without its password, for messages."""
+    return make_url(url).render_as_string(hide_password=True)
+
+
 def open_engine(url: str) -> Engine:
     """The engine of an SQLAlchemy URL; an SQLite file and its folders are made."""
     return _sqlite_engine(url) if url.startswith("sqlite") else _server_engine(url)
@@ -47,11 +52,11 @@ def _server_engine(url: str) -> Engine:
     try:
         return create_engine(url, pool_pre_ping=True, json_serializer=_to_json)
     except ModuleNotFoundError as error:
-        shown = make_url(url).render_as_string(hide_password=True)
-        raise InfraError(f"{shown} needs the Python package {error.name}: pip install 'loopwright[postgres]'") from error
+        raise InfraError(
+            f"{shown_url(url)} needs the Python package {error.name}: pip install 'loopwright[postgres]'"
+        ) from error
     except NoSuchModuleError as error:
-        shown = make_url(url).render_as_string(hide_password=True)
-        raise InfraError(f"{shown} is no address of a database: write sqlite:///FILE or postgresql://…") from error
+        raise InfraError(f"{shown_url(url)} is no address of a database: write sqlite:///FILE or postgresql://…") from error
 
 
 def _sqlite_engine(url: str) -> Engine:

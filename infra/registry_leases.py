@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from sqlalchemy import delete, select, update
 from sqlalchemy.exc import IntegrityError
 
-from infra.registry_core import RegistryCore, RunNotFound, owner_columns, shown_url
+from infra.registry_core import RegistryCore, RunNotFound
+from infra.registry_engine import shown_url
 from infra.registry_models import LeaseRow, Owner, RunRow, new_id
 
 
 class Leases(RegistryCore):
-    def insert_lease(
-        self, kind: str, resource: str, owner: Owner, ttl_s: float, run_id: str | None = None, host: str | None = None
-    ) -> LeaseRow | None:
+    def insert_lease(self, kind: str, resource: str, owner: Owner, ttl_s: float, run_id: str | None = None) -> LeaseRow | None:
         """Lease one resource; None when somebody holds it (expired or not: the reaper frees, this does not)."""
-        rows = self.insert_leases(kind, [resource], 1, owner, ttl_s, run_id, host)
+        rows = self.insert_leases(kind, [resource], 1, owner, ttl_s, run_id)
         return rows[0] if rows else None
 
     def insert_leases(
@@ -28,14 +27,12 @@ class Leases(RegistryCore):
         owner: Owner,
         ttl_s: float,
         run_id: str | None = None,
-        host: str | None = None,
     ) -> list[LeaseRow] | None:
-        """Lease the first `count` free ones of `candidates`, all or none (None). `host=None`: the owner's host."""
-        host = host or owner.host
+        """Lease the first `count` free ones of `candidates` on the owner's host, all or none (None)."""
         for _ in range(1 + len(candidates)):
             try:
                 with self._write() as session:
-                    query = select(LeaseRow.resource).where(LeaseRow.kind == kind, LeaseRow.host == host)
+                    query = select(LeaseRow.resource).where(LeaseRow.kind == kind, LeaseRow.host == owner.host)
                     taken = set(session.scalars(query))
                     free = [resource for resource in candidates if resource not in taken][:count]
                     if len(free) < count:
@@ -44,11 +41,11 @@ class Leases(RegistryCore):
                         LeaseRow(
                             id=new_id(),
                             kind=kind,
-                            host=host,
+                            host=owner.host,
                             resource=resource,
                             run_id=run_id,
                             expires_at=time.time() + ttl_s,
-                            **owner_columns(owner),
+                            owner=owner,
                         )
                         for resource in free
                     ]
@@ -67,14 +64,6 @@ class Leases(RegistryCore):
             result = session.execute(update(LeaseRow).where(LeaseRow.id == lease_id).values(expires_at=time.time() + ttl_s))
         return result.rowcount == 1  # type: ignore[attr-defined]
 
-    def set_lease_child(self, lease_id: str, pid: int, start_time: float | None) -> bool:
-        """Note the process that uses the resource. False: the lease is gone."""
-        with self._write() as session:
-            result = session.execute(
-                update(LeaseRow).where(LeaseRow.id == lease_id).values(child_pid=pid, child_start_time=start_time)
-            )
-        return result.rowcount == 1  # type: ignore[attr-defined]
-
     def delete_lease(self, lease_id: str) -> bool:
         """Free the resource. False: it was free already."""
         with self._write() as session:
@@ -89,8 +78,3 @@ class Leases(RegistryCore):
                 query = query.where(column == value)
         with self._read() as session:
             return list(session.scalars(query))
-
-    def expired_leases(self, now: float | None = None, host: str | None = None) -> list[LeaseRow]:
-        """Leases past their time; of one host if given."""
-        now = time.time() if now is None else now
-        return [row for row in self.list_leases(host=host) if row.expires_at <= now]

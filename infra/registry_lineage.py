@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from infra.registry_core import RegistryCore
@@ -55,41 +55,23 @@ class Lineage(RegistryCore):
 
         self._insert_or_update(record)
 
-    def list_artefacts(self, run_id: str | None = None, kind: str | None = None) -> list[ArtefactRow]:
-        """What a run made (None: all there are), oldest first."""
-        query = select(ArtefactRow).order_by(ArtefactRow.created_at, ArtefactRow.id)
-        if run_id is not None:
-            query = query.where(ArtefactRow.run_id == run_id)
-        if kind is not None:
-            query = query.where(ArtefactRow.kind == kind)
-        with self._read() as session:
-            return list(session.scalars(query))
+    def list_artefacts(self, run_id: str) -> list[ArtefactRow]:
+        """What a run made, oldest first."""
+        return self._artefacts(ArtefactRow.run_id == run_id)
 
     def find_artefacts(self, uri: str) -> list[ArtefactRow]:
         """Of this address, oldest first."""
-        with self._read() as session:
-            query = select(ArtefactRow).where(ArtefactRow.uri == uri).order_by(ArtefactRow.created_at, ArtefactRow.id)
-            return list(session.scalars(query))
+        return self._artefacts(ArtefactRow.uri == uri)
 
     def parents(self, artefact_id: str) -> list[ArtefactRow]:
         """What an artefact was made from, one step back."""
-        return self._neighbours(LineageRow.child_id == artefact_id, LineageRow.parent_id)
+        return self._artefacts(ArtefactRow.id.in_(select(LineageRow.parent_id).where(LineageRow.child_id == artefact_id)))
 
     def children(self, artefact_id: str) -> list[ArtefactRow]:
         """What was made from an artefact, one step on."""
-        return self._neighbours(LineageRow.parent_id == artefact_id, LineageRow.child_id)
+        return self._artefacts(ArtefactRow.id.in_(select(LineageRow.child_id).where(LineageRow.parent_id == artefact_id)))
 
-    def ancestors(self, artefact_id: str) -> list[ArtefactRow]:
-        """Everything an artefact was made from, however far back; nearest first."""
-        found: dict[str, ArtefactRow] = {}
-        wave = [artefact_id]
-        while wave:
-            rows = self._neighbours(LineageRow.child_id.in_(wave), LineageRow.parent_id)
-            wave = [row.id for row in rows if row.id not in found and row.id != artefact_id]
-            found |= {row.id: row for row in rows if row.id in wave}
-        return list(found.values())
-
-    def _neighbours(self, condition: Any, column: Any) -> list[ArtefactRow]:
-        query = select(ArtefactRow).where(ArtefactRow.id.in_(select(column).where(condition)))
+    def _artefacts(self, condition: ColumnElement[bool]) -> list[ArtefactRow]:
+        query = select(ArtefactRow).where(condition).order_by(ArtefactRow.created_at, ArtefactRow.id)
         with self._read() as session:
-            return list(session.scalars(query.order_by(ArtefactRow.created_at, ArtefactRow.id)))
+            return list(session.scalars(query))

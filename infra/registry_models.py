@@ -71,6 +71,12 @@ class OwnedMixin:
             return None
         return Owner(self.owner_pid, self.owner_start_time or 0.0, self.owner_host or "")
 
+    @owner.setter
+    def owner(self, owner: Owner | None) -> None:
+        self.owner_pid = owner.pid if owner else None
+        self.owner_start_time = owner.start_time if owner else None
+        self.owner_host = owner.host if owner else None
+
 
 class RunRow(OwnedMixin, Base):
     """One experiment for its whole life, however often it is resumed."""
@@ -133,7 +139,7 @@ class LeaseRow(OwnedMixin, Base):
     host: Mapped[str]
     resource: Mapped[str]  # port number, device index, …
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id", ondelete="SET NULL"))
-    child_pid: Mapped[int | None]
+    child_pid: Mapped[int | None]  # of the first version, as the next; nothing writes them
     child_start_time: Mapped[float | None]
     created_at: Mapped[float] = mapped_column(default=time.time)
     expires_at: Mapped[float]

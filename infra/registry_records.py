@@ -10,15 +10,15 @@ The table of trials is `sweep_trials`, because Optuna, which may use the same da
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.registry_models import Base, OwnedMixin, json_column, new_id
 
-ArtefactKind = Literal["checkpoint", "model", "adapter", "dataset", "base_model", "rollout_buffer"]
-KINDS: tuple[ArtefactKind, ...] = ("checkpoint", "model", "adapter", "dataset", "base_model", "rollout_buffer")
+ArtefactKind = Literal["checkpoint", "model", "adapter", "dataset", "base_model"]
+KINDS: tuple[ArtefactKind, ...] = get_args(ArtefactKind)
 
 
 class ArtefactRow(Base):

@@ -13,7 +13,8 @@ from sqlalchemy import or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import defer
 
-from infra.registry_core import RegistryCore, RunExists, RunNotFound, owner_columns, set_columns, shown_url
+from infra.registry_core import RegistryCore, RunExists, RunNotFound, claim, set_columns
+from infra.registry_engine import shown_url
 from infra.registry_models import Owner, RunRow, RunStatus, new_id
 from infra.registry_records import SweepRow, TrialRow
 
@@ -50,9 +51,7 @@ class Runs(RegistryCore):
         return run
 
     def find_run(self, name_or_id: str) -> RunRow | None:
-        with self._read() as session:
-            rows = session.scalars(select(RunRow).where(or_(RunRow.name == name_or_id, RunRow.id == name_or_id))).all()
-        return next((row for row in rows if row.name == name_or_id), rows[0] if rows else None)
+        return self._find(RunRow, name_or_id)
 
     def list_runs(
         self,
@@ -105,12 +104,7 @@ class Runs(RegistryCore):
         Of two resumes at the same moment one gets True.
         """
         with self._write() as session:
-            run = self._locked_run(session, run_id)
-            if run.owner is not None and run.owner != owner and alive(run.owner):
-                return False
-            for name, value in owner_columns(owner).items():
-                setattr(run, name, value)
-        return True
+            return claim(self._locked_run(session, run_id), owner, alive)
 
     def set_stage(self, run_id: str, stage: str, result: dict[str, Any] | None) -> None:
         """Store a finished stage's result; None forgets the stage."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from infra.registry_core import AlreadyThere, NotFound, RegistryCore, owner_columns, set_columns, shown_url
+from infra.registry_core import AlreadyThere, NotFound, RegistryCore, claim, set_columns
+from infra.registry_engine import shown_url
 from infra.registry_models import Owner, new_id
 from infra.registry_records import SweepRow, TrialRow
 
@@ -40,11 +40,7 @@ class Sweeps(RegistryCore):
         return row
 
     def find_sweep(self, name_or_id: str) -> SweepRow | None:
-        """A name wins over an id."""
-        with self._read() as session:
-            query = select(SweepRow).where((SweepRow.name == name_or_id) | (SweepRow.id == name_or_id))
-            rows = session.scalars(query).all()
-        return next((row for row in rows if row.name == name_or_id), rows[0] if rows else None)
+        return self._find(SweepRow, name_or_id)
 
     def get_sweep(self, name_or_id: str) -> SweepRow:
         """Raises `SweepNotFound`."""
@@ -68,11 +64,7 @@ class Sweeps(RegistryCore):
     def claim_sweep(self, sweep_id: str, owner: Owner, alive: Callable[[Owner], bool]) -> bool:
         """As `claim_run`: of two processes that resume a sweep at the same moment one gets True."""
         with self._write() as session:
-            row = self._locked_sweep(session, sweep_id)
-            if row.owner is not None and row.owner != owner and alive(row.owner):
-                return False
-            set_columns(row, owner_columns(owner))
-        return True
+            return claim(self._locked_sweep(session, sweep_id), owner, alive)
 
     def record_trial(self, sweep_id: str, number: int, key: str, **columns: Any) -> TrialRow:
         """The trial of this key: made if it is new, else with `columns` (`attempt`, `run_id`, `params`, `status`, …) set."""
@@ -80,7 +72,7 @@ class Sweeps(RegistryCore):
         def record(session: Session) -> TrialRow:
             row = session.scalars(select(TrialRow).where(TrialRow.key == key).with_for_update()).one_or_none()
             if row is None:
-                row = TrialRow(key=key, sweep_id=sweep_id, number=number, params={}, created_at=time.time())
+                row = TrialRow(key=key, sweep_id=sweep_id, number=number)
                 session.add(row)
             _set_trial(row, columns)
             return row

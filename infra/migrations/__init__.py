@@ -17,7 +17,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, inspect, text
-from sqlalchemy.engine import make_url
 
 from infra.errors import InfraError
 from infra.registry_engine import WRITES
@@ -65,7 +64,7 @@ def _migrate(connection: Connection) -> None:
 
     scripts = ScriptDirectory(str(Path(__file__).parent))
     known = {script.revision for script in scripts.walk_revisions()}
-    shown = make_url(connection.engine.url).render_as_string(hide_password=True)
+    shown = connection.engine.url.render_as_string(hide_password=True)
     version = version_of(connection)
     if version is not None and version not in known:
         raise SchemaRefused(

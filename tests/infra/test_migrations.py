@@ -66,7 +66,7 @@ def test_every_released_version_comes_forward_with_its_rows(database: Callable[[
         *(None, {}),
     )
     # And it is as good as a new one.
-    registry.add_cost("0a1b", 1, "gpu_s/trainer", 3.0)
+    registry.add_costs("0a1b", 1, {"gpu_s/trainer": 3.0})
     registry.record_checkpoint("0a1b", 40, "/again")
     registry.close()
     Registry(new).close()

@@ -10,7 +10,7 @@ ME = Owner(pid=100, start_time=1.5, host="here")
 OTHER = Owner(pid=200, start_time=2.5, host="here")
 
 
-def test_lineage_goes_back_as_far_as_it_is_known(registry: Registry) -> None:
+def test_lineage_goes_back_and_forth_step_by_step(registry: Registry) -> None:
     run = registry.create_run("r1", "sft")
     data = registry.record_artefact("dataset", "data.jsonl", digest="1", details={"rows": 3})
     base = registry.record_artefact("base_model", "org/model")
@@ -22,10 +22,10 @@ def test_lineage_goes_back_as_far_as_it_is_known(registry: Registry) -> None:
         registry.link(parent.id, child.id)
     assert [row.id for row in registry.parents(second.id)] == [data.id, first.id]
     assert [row.id for row in registry.children(data.id)] == [first.id, second.id]
-    assert [row.id for row in registry.ancestors(model.id)] == [second.id, data.id, first.id, base.id]
-    assert registry.ancestors(base.id) == []
+    assert [row.id for row in registry.parents(model.id)] == [second.id]
+    assert [row.id for row in registry.parents(first.id)] == [data.id, base.id]
+    assert registry.parents(base.id) == []
     assert [row.id for row in registry.list_artefacts(run.id)] == [first.id, second.id, model.id]
-    assert [row.id for row in registry.list_artefacts(run.id, "model")] == [model.id]
     # The same thing again is the same row; another content at the same address is not.
     again = registry.record_artefact("dataset", "data.jsonl", digest="1", details={"split": "train"})
     assert (again.id, again.details) == (data.id, {"rows": 3, "split": "train"})
@@ -36,18 +36,11 @@ def test_lineage_goes_back_as_far_as_it_is_known(registry: Registry) -> None:
         registry.link(data.id, data.id)
 
 
-def test_a_circle_in_lineage_does_not_hang(registry: Registry) -> None:
-    one, two = (registry.record_artefact("model", uri) for uri in ("a", "b"))
-    registry.link(one.id, two.id)
-    registry.link(two.id, one.id)
-    assert [row.id for row in registry.ancestors(one.id)] == [two.id]
-
-
 def test_costs_are_set_by_attempt_and_summed(registry: Registry) -> None:
     run = registry.create_run("r1", "sft")
-    registry.add_cost(run.id, 1, "gpu_s/trainer", 10.0)
-    registry.add_cost(run.id, 1, "gpu_s/trainer", 12.5)
-    registry.add_cost(run.id, 1, "gpu_s/trainer", 11.0)  # an older value that comes late
+    registry.add_costs(run.id, 1, {"gpu_s/trainer": 10.0})
+    registry.add_costs(run.id, 1, {"gpu_s/trainer": 12.5})
+    registry.add_costs(run.id, 1, {"gpu_s/trainer": 11.0})  # an older value that comes late
     registry.add_costs(run.id, 2, {"gpu_s/trainer": 2.5, "tokens/generated": 100, "usd": 0.4})
     assert registry.costs(run.id) == {"gpu_s/trainer": 15.0, "tokens/generated": 100.0, "usd": 0.4}
     assert [(row.attempt, row.kind, row.unit) for row in registry.list_costs(run.id)] == [
@@ -57,9 +50,9 @@ def test_costs_are_set_by_attempt_and_summed(registry: Registry) -> None:
         (2, "usd", "usd"),
     ]
     with pytest.raises(ValueError, match="no kind of cost"):
-        registry.add_cost(run.id, 1, "coffee", 1.0)
+        registry.add_costs(run.id, 1, {"coffee": 1.0})
     with pytest.raises(RunNotFound):
-        registry.add_cost("nope", 1, "usd", 1.0)
+        registry.add_costs("nope", 1, {"usd": 1.0})
 
 
 def test_sweeps_and_trials(registry: Registry) -> None:
