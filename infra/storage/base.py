@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,6 @@ class Storage(Protocol):
         """Of the whole content, read now."""
         ...
 
-    def exists(self, key: str) -> bool: ...
-
     def list(self, prefix: str = "") -> dict[str, Stored]:
         """Every object whose key begins with `prefix`."""
         ...
@@ -78,13 +77,11 @@ class Storage(Protocol):
         """Throw away what transfers that were broken off have sent for keys that begin with `prefix`."""
         ...
 
-    def space(self) -> int | None:
-        """Bytes free; None: no limit is known."""
-        ...
-
     def check(self) -> None:
         """Write an object and delete it: raises if a run could not store its checkpoints here."""
-        ...
+        key = f".loopwright-check-{uuid.uuid4().hex[:8]}"
+        self.put_bytes(key, b"may be deleted\n" * 300)
+        self.delete([key])
 
 
 def is_remote(uri: str | None) -> bool:

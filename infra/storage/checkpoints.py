@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from infra.errors import Damaged, NotStored, StorageError
 from infra.storage.base import Storage, Stored, file_sha256
@@ -166,12 +165,9 @@ class CheckpointStore:
                 raise NotStored(f"{folder / name} cannot be read: {error.strerror}") from error
 
         _each(manifest, send, progress)
-        there = self.storage.list(f"{base}/")
-        for name, file in manifest.files.items():
-            stored = there.get(f"{base}/{name}")
-            if stored is None or stored.size != file.size:
-                size = "is missing" if stored is None else f"has {stored.size} bytes, not {file.size}"
-                raise StorageError(f"{self.uri(step)}/{name} {size} after it was stored")
+        there = {key.removeprefix(f"{base}/"): stored for key, stored in self.storage.list(f"{base}/").items()}
+        if (fault := Listed(step, there, manifest).fault) is not None:
+            raise StorageError(f"{self.uri(step)}: after it was stored, {fault}")
         if (folder / PINNED).exists():
             self.pin(step)
         self.storage.put_bytes(f"{base}/{MANIFEST}", manifest.text)
@@ -231,7 +227,7 @@ def _each(manifest: Manifest, work: Callable[[str, File], None], progress: Progr
     progress(0, total)
     stop = threading.Event()
 
-    def one(item: tuple[str, File]) -> Any:
+    def one(item: tuple[str, File]) -> None:
         nonlocal done
         if stop.is_set():
             return

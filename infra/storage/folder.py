@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infra.errors import Damaged, NotStored, StorageError
-from infra.storage.base import Stored, file_sha256
+from infra.storage.base import Storage, Stored, file_sha256
 
 CHUNK = 1 << 20
 
 
-class FolderStorage:
+class FolderStorage(Storage):
     """See `Storage`."""
 
     def __init__(self, root: Path) -> None:
@@ -47,9 +46,6 @@ class FolderStorage:
         with self._errors(key):
             return file_sha256(self.root / key)
 
-    def exists(self, key: str) -> bool:
-        return (self.root / key).is_file()
-
     def list(self, prefix: str = "") -> dict[str, Stored]:
         found: dict[str, Stored] = {}
         folder, _, start = prefix.rpartition("/")
@@ -74,15 +70,6 @@ class FolderStorage:
     def discard_unfinished(self, prefix: str) -> None:
         """A copy that was broken off is a hidden file beside its target."""
         self.delete([key for key in self.list(prefix) if key.rpartition("/")[2].startswith(".")])
-
-    def space(self) -> int | None:
-        with self._errors(""):
-            return shutil.disk_usage(self.root).free
-
-    def check(self) -> None:
-        key = f".loopwright-check-{uuid.uuid4().hex[:8]}"
-        self.put_bytes(key, bytes(4096))
-        self.delete([key])
 
     def _copy(self, source: Path, target: Path, sha256: str, name: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

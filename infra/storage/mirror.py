@@ -82,14 +82,17 @@ class Mirror:
     def _remove_what_may_go(self) -> None:
         """Called with the lock. What was written after the newest we know of is none of ours: its "saved" is on the way."""
         assert self._newest is not None, "nothing was saved yet"
-        written = {step: path.stat().st_mtime_ns for step, path in local_folders(self.folder)}
+        folders = dict(local_folders(self.folder))
+        written = {step: path.stat().st_mtime_ns for step, path in folders.items()}
         since = written.get(self._newest)
         if since is None:
             return
         found = read_local(self.folder).items()
         known = {step: entry for step, entry in found if step <= self._newest or written.get(step, since) < since}
-        for step in self.rule(known, self._newest) - {self._held}:
-            _remove(self.folder, step)
+        for step in self.rule(known, self._newest) & folders.keys() - {self._held}:
+            with suppress(OSError):
+                (folders[step] / MANIFEST).unlink()
+            shutil.rmtree(folders[step], ignore_errors=True)
 
     # Storage ---------------------------------------------------------------------------------------------------------
 
@@ -171,14 +174,6 @@ class Mirror:
             self.say("removed", step=step)
         # Nothing is under way now, so what lies half sent is of steps that went before they were stored.
         self.store.storage.discard_unfinished(PREFIX)
-
-
-def _remove(folder: Path, step: int) -> None:
-    for known, path in local_folders(folder):
-        if known == step:
-            with suppress(OSError):
-                (path / MANIFEST).unlink()
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Worker(threading.Thread):

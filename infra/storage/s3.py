@@ -18,7 +18,6 @@ import hashlib
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.errors import Damaged, NotStored, StorageError, StorageRefused
-from infra.storage.base import Options, Stored
+from infra.storage.base import Options, Storage, Stored
 from infra.storage.s3_client import make_client, translated
 
 MOST_PARTS = 10_000
@@ -37,7 +36,7 @@ MOST_DELETED = 1000  # by one request
 BODY_TRIES = 3
 
 
-class S3Storage:
+class S3Storage(Storage):
     """See `Storage`."""
 
     def __init__(self, uri: str, options: Options) -> None:
@@ -103,13 +102,6 @@ class S3Storage:
 
     # Listing ---------------------------------------------------------------------------------------------------------
 
-    def exists(self, key: str) -> bool:
-        try:
-            self._call("head_object", Key=self._key(key))
-        except NotStored:
-            return False
-        return True
-
     def list(self, prefix: str = "") -> dict[str, Stored]:
         found: dict[str, Stored] = {}
         start, token = self._key(prefix), {}
@@ -135,14 +127,6 @@ class S3Storage:
             with contextlib.suppress(NotStored):
                 self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
-    def space(self) -> int | None:
-        return None
-
-    def check(self) -> None:
-        key = f".loopwright-check-{uuid.uuid4().hex[:8]}"
-        self._put(key, b"may be deleted\n")
-        self.delete([key])
-
     # Below -----------------------------------------------------------------------------------------------------------
 
     def _key(self, key: str) -> str:
@@ -165,7 +149,7 @@ class S3Storage:
             raise known from error
 
     def _put(self, key: str, data: bytes, **more: Any) -> None:
-        self._call("put_object", Key=self._key(key), Body=data, ContentMD5=_md5(data), **more)
+        self._call("put_object", Key=self._key(key), Body=data, ContentMD5=_base64(_md5(data)), **more)
 
     def _has(self, key: str, size: int, sha256: str) -> bool:
         """An earlier try has stored it; what it was hashed to is in the object's metadata."""
@@ -203,12 +187,12 @@ class S3Storage:
         part_bytes = max(self.options.part_bytes, -(-size // MOST_PARTS))
         digest, sent, failed = hashlib.sha256(), [], threading.Event()
 
-        def send(number: int, data: bytes, known: str) -> dict[str, Any]:
+        def send(number: int, data: bytes, md5: bytes) -> dict[str, Any]:
             try:
-                if there.get(number) == (known, len(data)):
-                    return {"PartNumber": number, "ETag": f'"{known}"'}
+                if there.get(number) == (md5.hex(), len(data)):
+                    return {"PartNumber": number, "ETag": f'"{md5.hex()}"'}
                 target = {"Key": self._key(key), "UploadId": upload, "PartNumber": number}
-                answer = self._call("upload_part", Body=data, ContentMD5=_md5(data), **target)
+                answer = self._call("upload_part", Body=data, ContentMD5=_base64(md5), **target)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
             except BaseException:
                 failed.set()
@@ -224,8 +208,7 @@ class S3Storage:
                     self._room.release()
                     break
                 digest.update(data)
-                known = hashlib.md5(data, usedforsecurity=False).hexdigest()
-                sent.append(self._pool.submit(send, len(sent) + 1, data, known))
+                sent.append(self._pool.submit(send, len(sent) + 1, data, _md5(data)))
         parts = _results(sent)
         target = {"Key": self._key(key), "UploadId": upload}
         if digest.hexdigest() != sha256:
@@ -269,8 +252,12 @@ class S3Storage:
         raise AssertionError("unreachable")
 
 
-def _md5(data: bytes) -> str:
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+def _md5(data: bytes) -> bytes:
+    return hashlib.md5(data, usedforsecurity=False).digest()
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _results(futures: list[Future[Any]]) -> list[Any]:

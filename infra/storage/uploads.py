@@ -45,18 +45,9 @@ class Uploads:
         self._asked = json.dumps({"folder": str(folder.absolute()), "uri": uri, "options": options, "rule": rule})
         self.uri, self._program, self._on_event = uri, list(program), on_event
         self._newest: int | None = None
-        self._failing: str | None = None
+        self.failing: str | None = None  # why the last try failed; None: it did not
         self._said = 0.0
         self._start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def failing(self) -> str | None:
-        """Why the last try failed; None: it did not."""
-        return self._failing
 
     def saved(self, step: int) -> None:
         """A checkpoint is whole in the folder."""
@@ -85,9 +76,8 @@ class Uploads:
         self.close()
         if code == 0:
             return True
-        cause = self._failing or (f"not done within {timeout_s:g} s" if code is None else f"the upload died ({code})")
-        self._failing = cause
-        logger.warning("CHECKPOINTS ARE NOT ALL IN %s: %s", self.uri, cause)
+        self.failing = self.failing or (f"not done within {timeout_s:g} s" if code is None else f"the upload died ({code})")
+        logger.warning("CHECKPOINTS ARE NOT ALL IN %s: %s", self.uri, self.failing)
         return False
 
     def close(self) -> None:
@@ -129,7 +119,7 @@ class Uploads:
             rate = event["bytes"] / max(event["seconds"], 1e-3) / 1e6
             logger.info("stored %s, %s bytes, %.1f MB/s", event["uri"], f"{event['bytes']:,}", rate)
         elif kind == "failed":
-            self._failing = event["error"]
+            self.failing = event["error"]
             logger.warning(
                 "STORING CHECKPOINTS IN %s FAILED, training goes on; next try in %.0f s: %s",
                 self.uri,
@@ -143,4 +133,4 @@ class Uploads:
                 self._said = time.monotonic()
                 logger.info("storing step %d: %s of %s bytes", event["step"], f"{event['done']:,}", f"{event['total']:,}")
         elif kind == "idle":
-            self._failing = None
+            self.failing = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from infra.errors import StorageError
 from infra.storage import checkpoints as stored_names
-from infra.storage.checkpoints import CheckpointStore, Listed
+from infra.storage.checkpoints import Listed
 from infra.storage.mirror import Mirror
 from infra.storage.resume import newest_whole
 from infra.storage.run_storage import RunStorage
@@ -132,7 +133,7 @@ def test_a_mirror_killed_in_the_middle_of_an_upload_leaves_the_last_good_one_and
         link.let_through(BIG // 2)
         run.save(2, BIG)
         wait_until(lambda: link.full, WAIT_S, "the middle of an upload")
-        os.kill(uploads.pid, signal.SIGKILL)
+        os.kill(uploads._process.pid, signal.SIGKILL)
         wait_until(lambda: uploads._process.poll() is not None, WAIT_S)
         link.open()
         assert run.whole() == [1], "what was half sent is no checkpoint"
@@ -345,24 +346,32 @@ def test_a_fetch_that_is_killed_half_way_leaves_nothing_that_looks_whole_and_is_
         link.close()
 
 
-def test_no_room_here_is_said_and_leaves_what_there_is(two: Run, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
+def test_no_room_here_is_said_and_leaves_what_there_is(tmp_path: Path) -> None:
+    size = 2 * shutil.disk_usage(tmp_path).free
+    path = write(tmp_path / "stored", 3)
+    os.truncate(path / "model.safetensors", size)  # sparse: where it is stored it takes no room
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["bytes"] = size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    needed = sum(file["bytes"] for file in manifest["files"].values())
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    with pytest.raises(StorageError, match=rf"bytes free, {path} needs {needed:,} more"):
+        RunStorage(str(tmp_path / "stored")).newest_whole(tmp_path / "run", fault)
+    assert here(tmp_path / "run") == [1]
+
+
+def test_a_file_that_cannot_be_written_here_is_said_and_leaves_what_there_is(two: Run) -> None:
+    (two.folder / "checkpoint-1").mkdir()
+    store = two.storage.store()
+    entry = store.listed()[2]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # fails in mid-file, as on a disk that is full
     try:
-        two.storage.store().upload(3, write(two.folder, 3, 3 << 20))
-        (small / "checkpoint-1").mkdir()
-        with pytest.raises(StorageError, match=r"bytes free, s3://runs/x/test/checkpoint-3 needs 3,1.* more"):
-            two.storage.newest_whole(small, fault)
-        assert here(small) == [1]
-        (small / "filler").write_bytes(bytes(shutil.disk_usage(small).free - 8192))
-        with pytest.raises(StorageError):
-            CheckpointStore(two.storage.store().storage).fetch(two.storage.store().listed()[2], small / "checkpoint-2")
-        assert here(small) == [1]
+        with pytest.raises(StorageError, match=r"model\.safetensors cannot be written: File too large"):
+            store.fetch(entry, two.folder / "checkpoint-2")
     finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert here(two.folder) == [1]
 
 
 def test_a_manifest_cannot_write_outside_of_its_checkpoint(two: Run, s3: S3Server) -> None:
