@@ -69,10 +69,7 @@ def verify(run: str, step: int | None) -> None:
 @click.argument("step", type=click.IntRange(min=0))
 def pin(run: str, step: int) -> None:
     """Keep STEP of RUN whatever retention says."""
-    for store, entry in _entries(run, step):
-        store.pin(step)
-        click.echo(f"pinned {store.uri(entry.step)}")
-    _note_pinned(run, step, True)
+    _mark(run, step, pinned=True)
 
 
 @checkpoints.command()
@@ -80,10 +77,7 @@ def pin(run: str, step: int) -> None:
 @click.argument("step", type=click.IntRange(min=0))
 def unpin(run: str, step: int) -> None:
     """Leave STEP of RUN to retention again."""
-    for store, entry in _entries(run, step):
-        store.unpin(step)
-        click.echo(f"unpinned {store.uri(entry.step)}")
-    _note_pinned(run, step, False)
+    _mark(run, step, pinned=False)
 
 
 @checkpoints.command()
@@ -93,16 +87,16 @@ def fetch(run: str, step_and_dest: tuple[str, ...]) -> None:
     """Copy STEP of RUN, or its newest whole checkpoint, to DEST/checkpoint-STEP, every file checked on the way."""
     from infra.errors import Damaged, NotStored, StorageError
 
-    if len(step_and_dest) > 2 or (len(step_and_dest) == 2 and not step_and_dest[0].isdecimal()):
+    *steps, dest = step_and_dest
+    if len(steps) > 1 or not all(text.isdecimal() for text in steps):
         raise click.UsageError("give RUN, a step (or none, for the newest), and a folder to put it in")
-    step = int(step_and_dest[0]) if len(step_and_dest) == 2 else None
-    dest, why = Path(step_and_dest[len(step_and_dest) - 1]), ""
+    step, why = int(steps[0]) if steps else None, ""
     for store, entry in reversed(list(_entries(run, step))):
-        target = dest / f"checkpoint-{entry.step}"
+        target = Path(dest) / f"checkpoint-{entry.step}"
         if target.exists():
             raise StorageError(f"{target} exists: name another folder")
         try:
-            store.fetch(entry, target, lambda done, total: None)
+            store.fetch(entry, target)
         except (Damaged, NotStored) as error:
             why = str(error)
             click.echo(f"warning: {why}", err=True)
@@ -112,13 +106,18 @@ def fetch(run: str, step_and_dest: tuple[str, ...]) -> None:
     raise StorageError(f"nothing whole to fetch of {run}: {why}")
 
 
+def _is_address(run: str) -> bool:
+    return "/" in run or run.startswith(".")
+
+
 def _stores(run: str) -> list[CheckpointStore]:
     """Of a run: its folder, then shared storage; of an address: that."""
     from infra.storage import is_remote, open_storage
+    from infra.storage.base import folder_of
     from infra.storage.checkpoints import CheckpointStore
 
-    if "/" in run or run.startswith("."):
-        if not is_remote(run) and not Path(run.removeprefix("file://")).expanduser().is_dir():
+    if _is_address(run):
+        if not is_remote(run) and not folder_of(run).is_dir():
             raise click.BadParameter(f"there is no folder {run}", param_hint="RUN")
         return [CheckpointStore(open_storage(run))]
     from flows.runs import config_of
@@ -145,9 +144,12 @@ def _entries(run: str, step: int | None = None) -> Iterator[tuple[CheckpointStor
     yield from sorted(found, key=lambda pair: pair[1].step)
 
 
-def _note_pinned(run: str, step: int, pinned: bool) -> None:
-    """The registry's copy; the marker beside the checkpoint is what counts."""
-    if "/" in run or run.startswith("."):
+def _mark(run: str, step: int, *, pinned: bool) -> None:
+    """The marker beside the checkpoint is what counts; the registry has a copy."""
+    for store, entry in _entries(run, step):
+        (store.pin if pinned else store.unpin)(step)
+        click.echo(f"{'pinned' if pinned else 'unpinned'} {store.uri(entry.step)}")
+    if _is_address(run):
         return
     from infra.registry import Registry
 

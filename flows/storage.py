@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.config import RunConfig
 from infra.errors import StorageError
+from infra.storage.checkpoints import PREFIX
 from infra.storage.run_storage import RunStorage
 
 FAILED_WAIT_S = 120.0  # a run that failed anyway does not wait as long as one that is done
@@ -40,7 +41,7 @@ def stored_config(storage: RunStorage) -> dict[str, Any] | None:
     for step, entry in reversed(store.listed().items()):
         if entry.fault is None:
             try:
-                return json.loads(store.storage.get_bytes(f"checkpoint-{step}/loopwright_config.json"))
+                return json.loads(store.storage.get_bytes(f"{PREFIX}{step}/loopwright_config.json"))
             except (StorageError, ValueError):
                 continue
     return None
