@@ -58,7 +58,7 @@ class Reproduction:
         return [*found, *(f"  asked for: {line}" for line in self.asked)] or ["everything is as it was"]
 
 
-def plan(run: str, overrides: Sequence[str] = (), name: str | None = None, registry: Registry | None = None) -> Reproduction:
+def plan(run: str, overrides: Sequence[str] = (), name: str | None = None) -> Reproduction:
     """What starting `run` again would be.
 
     Args:
@@ -69,7 +69,7 @@ def plan(run: str, overrides: Sequence[str] = (), name: str | None = None, regis
     Raises:
         RunNotFound, ConfigError: there is no such run, or an override is wrong.
     """
-    registry = registry or Registry()
+    registry = Registry()
     row, tree, then = _source(registry, run)
     source = row.name if row else str(tree.get("name") or Path(run).absolute().name)
     if missing := [name for name, value in leaves(tree) if value == REMOVED and not _given(name, overrides)]:
@@ -91,7 +91,7 @@ def plan(run: str, overrides: Sequence[str] = (), name: str | None = None, regis
     return found
 
 
-def start(found: Reproduction, accept: bool = False, registry: Registry | None = None) -> dict[str, Any]:
+def start(found: Reproduction, accept: bool = False) -> dict[str, Any]:
     """Run it to its end; its result. The registry has the old run as its parent, MLflow the tag `loopwright.reproduces`.
 
     Raises:
@@ -104,7 +104,7 @@ def start(found: Reproduction, accept: bool = False, registry: Registry | None =
             f"{found.source} cannot be reproduced exactly:\n{what}\nRestore what it ran with, name another one on purpose "
             "(dataset.path=…, model=…), or pass --accept-differences"
         )
-    registry = registry or Registry()
+    registry = Registry()
     config = found.config
     check_startable(registry, config)
     preflight(config)

@@ -111,7 +111,7 @@ def diff(left: str, right: str, everything: bool, as_json: bool) -> None:
     Exit code as that of diff: 0 when both compute the same (their configs are equal but for the name), 1 when the configs
     differ, 2 when a run is not known.
     """
-    from flows.runs_report import compare
+    from flows.runs_report import compare, differing
     from infra.registry import Registry
 
     registry = Registry()
@@ -125,8 +125,7 @@ def diff(left: str, right: str, everything: bool, as_json: bool) -> None:
             _section((name.upper(), one.name, two.name), lines)
         if not any(sections.values()):
             click.echo(f"{one.name} and {two.name} do not differ")
-    differing = compare(registry, one, two)["config"] if everything else sections["config"]
-    sys.exit(1 if differing else 0)
+    sys.exit(1 if differing(one.config, two.config) else 0)
 
 
 def print_runs(rows: list[RunRow]) -> None:

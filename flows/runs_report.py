@@ -9,7 +9,7 @@ from typing import Any
 from infra.registry import ArtefactRow, Registry, RunRow
 
 ABSENT = "–"  # a value that one of two runs does not have
-_NAMES_ONLY = ("name",)  # what two runs never have in common, whatever they compute
+_NEVER_EQUAL = ("name", "updated_at", "eta_s")  # in no two runs, whatever they compute
 
 
 def summary(run: RunRow) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def compare(registry: Registry, left: RunRow, right: RunRow, everything: bool = 
         "progress": (shown_progress(left), shown_progress(right)),
         "costs": (registry.costs(left.id), registry.costs(right.id)),
     }
-    found = {name: _differing(one, two, everything) for name, (one, two) in sections.items()}
+    found = {name: differing(one, two, everything) for name, (one, two) in sections.items()}
     found["circumstances"] = _circumstances(left, right)
     return found
 
@@ -103,10 +103,11 @@ def _result(run: RunRow) -> dict[str, Any]:
     return {"status": run.status, "failure_class": run.failure_class, **stages}
 
 
-def _differing(left: Mapping[str, Any], right: Mapping[str, Any], everything: bool) -> dict[str, list[Any]]:
+def differing(left: Mapping[str, Any], right: Mapping[str, Any], everything: bool = False) -> dict[str, list[Any]]:
+    """Leaf → the two values, of two trees."""
     from flows.config_file import leaves
 
-    hidden = () if everything else (*_NAMES_ONLY, "updated_at", "eta_s")
+    hidden = () if everything else _NEVER_EQUAL
     one, two = (dict(leaves({name: value for name, value in tree.items() if name not in hidden})) for tree in (left, right))
     # Of an empty group the other run's fields tell.
     one, two = ({name: value for name, value in tree.items() if value != {}} for tree in (one, two))

@@ -17,21 +17,19 @@ TIMEOUT_S = 20.0
 _NOT_SHOWN = (".env", ".env.*", "*.pem", "*.key", "*secret*", "*credential*", ".netrc", ".pgpass", "id_rsa*", "id_ed25519*")
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """`folder` (top level), `commit`, `branch`, `diff` against the commit with its digest, names of `untracked` files.
-
-    None: it is no checkout, or there is no git.
-    """
+def top_level(folder: Path) -> Path | None:
+    """Of the checkout that holds `folder`; None: it is in none, or there is no git."""
     top = _git(folder, "rev-parse", "--show-toplevel")
-    if not top:
-        return None
-    root = Path(top.strip())
+    return Path(top.strip()) if top else None
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Of a checkout's top level: `commit`, `branch`, `diff` against the commit with its digest, names of `untracked` files."""
     hidden = [f":(exclude,glob,icase)**/{pattern}" for pattern in _NOT_SHOWN]
     diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *hidden) or ""
     untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     clean = redact(diff)
     return {
-        "folder": str(root),
         "commit": (_git(root, "rev-parse", "HEAD") or "").strip() or None,
         "branch": (_git(root, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
         "diff": clean if len(clean) <= MAX_DIFF_CHARS else clean[:MAX_DIFF_CHARS] + f"\n… cut: {len(clean)} characters\n",

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.git_state import git_state
+from infra.git_state import git_state, top_level
 from infra.outbox import write_atomically
 from infra.redaction import redact
+from infra.storage.base import file_sha256
 from infra.tracking_params import is_secret, without_secrets
 
 FILE = "provenance.json"
@@ -120,12 +121,8 @@ def packages() -> dict[str, str]:
 
 def code_state(folders: Iterable[Path]) -> dict[str, Any]:
     """Git state of Loopwright, if it is a checkout, and of the checkouts that hold the user's folders, by top-level folder."""
-    states: dict[str, Any] = {}
-    for folder in (_CHECKOUT, *folders):
-        state = git_state(folder)
-        if state is not None:
-            states.setdefault(state.pop("folder"), state)
-    return states
+    roots = dict.fromkeys(root for folder in (_CHECKOUT, *folders) if (root := top_level(folder)) is not None)
+    return {str(root): git_state(root) for root in roots}
 
 
 def gpus() -> list[str]:
@@ -146,11 +143,8 @@ def model_state(model: str) -> dict[str, Any]:
     """`digest` of a model folder's files, or the `revision` of a hub model that the cache holds."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        digest = hashlib.sha256()
         # What a resume or another model of the same folder adds is no part of it.
-        for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (FILE, "manifest.json")):
-            digest.update(f"{path.name}\0{file_digest(path)}\n".encode())
-        return {"digest": digest.hexdigest()[:32]}
+        return {"digest": _digest(folder, (path for path in folder.iterdir() if path.name not in (FILE, "manifest.json")))}
     with suppress(Exception):
         from huggingface_hub import try_to_load_from_cache
 
@@ -166,10 +160,7 @@ def dataset_state(path: str) -> dict[str, Any]:
     if place.is_file():
         return {"digest": file_digest(place)}
     if place.is_dir():
-        digest = hashlib.sha256()
-        for file in sorted(file for file in place.rglob("*") if file.is_file()):
-            digest.update(f"{file.relative_to(place)}\0{file_digest(file)}\n".encode())
-        return {"digest": digest.hexdigest()[:32]}
+        return {"digest": _digest(place, place.rglob("*"))}
     with suppress(Exception):
         from huggingface_hub import HfApi, constants
 
@@ -178,18 +169,26 @@ def dataset_state(path: str) -> dict[str, Any]:
     return {}
 
 
+def _digest(folder: Path, paths: Iterable[Path]) -> str:
+    """Of the files among `paths`, by their names below `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in paths if path.is_file()):
+        digest.update(f"{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 (32 hex digits) of a file; beyond 256 MiB of its size and 64 pieces at even distances, which no training of a
     model leaves as they were, and which takes no minutes."""
     size = path.stat().st_size
+    if size <= HASHED_WHOLE_BYTES:
+        return file_sha256(path)[:32]
+    digest = hashlib.sha256(f"sampled {size}\n".encode())
     with path.open("rb") as file:
-        if size <= HASHED_WHOLE_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:32]
-        digest = hashlib.sha256(f"sampled {size}\n".encode())
         for index in range(SAMPLES):
             file.seek((size - SAMPLE_BYTES) * index // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
-        return digest.hexdigest()[:32]
+    return digest.hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

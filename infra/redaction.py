@@ -1,7 +1,7 @@
 """Secrets out of texts that are stored or shown: causes, tracebacks, ends of logs, log records.
 
     known values    what a variable of the environment with a secret's name holds (`HF_TOKEN`, `…_PASSWORD`, `…_API_KEY`), the
-                    password inside a variable's URL (`LOOPWRIGHT_REGISTRY_URL`), and what `protect` was told
+                    password inside a variable's URL (`LOOPWRIGHT_REGISTRY_URL`), and what `protect_references` found
     key-like texts  `hf_…`, `sk-…`, `AKIA…`, `Bearer …`, `password=…`, passwords inside URLs
 
 Both become `(removed)`. A safety net, not a way to handle secrets: configs name them by reference and nothing prints them.
@@ -48,14 +48,10 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 _protected: set[str] = set()
 
 
-def protect(values: Iterable[str]) -> None:
-    """Count these values as secrets in this process from now on."""
-    _protected.update(value for value in values if len(value) >= MIN_CHARS)
-
-
 def protect_references(fields: Any, environ: Mapping[str, str] = os.environ) -> None:
-    """Count as secrets what the references below `kwargs` and `env` of a config stand for, whatever the variable is called."""
-    protect(_referenced(fields, environ, inside=False))
+    """Count as secrets, in this process from now on, what the references below `kwargs` and `env` of a config stand for,
+    whatever the variable is called."""
+    _protected.update(_referenced(fields, environ, inside=False))
 
 
 def _referenced(value: Any, environ: Mapping[str, str], inside: bool) -> Iterable[str]:

@@ -170,21 +170,22 @@ def test_git_state_is_of_the_moment_bounded_and_without_secrets(tmp_path: Path, 
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
-    assert git_state.git_state(tmp_path) is None or tmp_path.is_relative_to(Path.cwd())
+    assert git_state.top_level(tmp_path) is None or tmp_path.is_relative_to(Path.cwd())
     git("init", "-q")
+    assert git_state.top_level(tmp_path) == tmp_path.resolve()
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / ".env").write_text("A=1\n")
     git("add", "-A")
     git("commit", "-qm", "first")
     clean = git_state.git_state(tmp_path)
-    assert clean is not None and clean["commit"] and (clean["diff"], clean["diff_digest"], clean["untracked"]) == ("", None, [])
+    assert clean["commit"] and (clean["diff"], clean["diff_digest"], clean["untracked"]) == ("", None, [])
     monkeypatch.setenv("MY_API_KEY", "canary-of-mine")
     (tmp_path / "code.py").write_text("x = 'canary-of-mine'\n")
     (tmp_path / ".env").write_text("A=plain-text\n")
     (tmp_path / "new.py").write_text("")
     dirty = git_state.git_state(tmp_path)
-    assert dirty is not None and dirty["commit"] == clean["commit"] and dirty["untracked"] == ["new.py"]
+    assert dirty["commit"] == clean["commit"] and dirty["untracked"] == ["new.py"]
     assert "+x = '(removed)'" in dirty["diff"] and "plain-text" not in dirty["diff"] and dirty["diff_digest"]
     monkeypatch.setattr(git_state, "MAX_DIFF_CHARS", 20)
     cut = git_state.git_state(tmp_path)
-    assert cut is not None and "… cut: " in cut["diff"] and len(cut["diff"]) < 60
+    assert "… cut: " in cut["diff"] and len(cut["diff"]) < 60
