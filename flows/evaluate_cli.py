@@ -18,7 +18,7 @@ def evaluate(arguments: tuple[str, ...]) -> None:
     """
     from flows import prefect_api
     from flows.evaluate_file import load_evaluation
-    from flows.training import RunFailed, describe
+    from flows.failures import RunFailed, describe
     from trainers.errors import LoopwrightError
 
     file = next((Path(text) for text in arguments[:1] if "=" not in text), None)

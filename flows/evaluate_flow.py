@@ -24,10 +24,10 @@ from flows.config import RUN_CONFIGS, RunConfig, resolve_plain, trainer_fields
 from flows.convert import resolve_model
 from flows.evaluate_config import EvaluateConfig
 from flows.evaluation import score
+from flows.failures import Outcome, Policy, RunFailed, describe
 from flows.named_servers import address_of
 from flows.reaping import reap_all
 from flows.runs import config_of, plain_name
-from flows.training import Outcome, Policy, RunFailed, describe
 from infra.errors import InfraError
 from infra.gpus import visible_gpus
 from infra.home import home

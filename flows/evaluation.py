@@ -11,7 +11,8 @@ from typing import Any
 
 from flows.config import trainer_fields
 from flows.experiment import Experiment
-from flows.training import POLL_S, Outcome, Policy, RunFailed, environment
+from flows.failures import Outcome, Policy, RunFailed
+from flows.training import POLL_S, environment
 from infra.leases import LeaseManager
 from infra.process import Supervised
 from infra.registry import RunRow

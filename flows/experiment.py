@@ -17,7 +17,8 @@ from flows import artifacts
 from flows.config import RunConfig, trainer_fields
 from flows.connections import mlflow_login, running
 from flows.costs import Meter
-from flows.training import NoServers, RunFailed, Servers, TrainerJob, describe, failure_of
+from flows.failures import RunFailed, describe, failure_of
+from flows.training import NoServers, Servers, TrainerJob
 from infra.leases import GpuLease, LeaseManager, visible_gpus
 from infra.patience import plain
 from infra.redaction import redact

@@ -9,9 +9,9 @@ import click
 
 from flows import prefect_api
 from flows.config import GRPORunConfig, RunConfig
+from flows.failures import RunFailed, describe
 from flows.preflight import preflight
 from flows.runs import check_startable, new_name
-from flows.training import RunFailed, describe
 from infra.registry import Registry
 from trainers.errors import LoopwrightError
 

@@ -21,13 +21,14 @@ from flows import artifacts, lineage
 from flows.config import GRPORunConfig, RunConfig
 from flows.evaluation import evaluate_model
 from flows.experiment import Experiment
+from flows.failures import RunFailed, stopped_by
 from flows.preflight import preflight
 from flows.reaping import reap_all
 from flows.runs import named, open_run
 from flows.storage import FAILED_WAIT_S, upload_rest
 from flows.students import Students
-from flows.training import RunFailed, stopped_by, train_to_the_end
 from flows.training import serve as start_servers
+from flows.training import train_to_the_end
 from infra.patience import patient, plain
 from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry

@@ -178,7 +178,7 @@ def _pause_s(registry: Registry, run: RunRow, flow_run: dict[str, Any]) -> float
     if flow_run["state"]["type"] != "CRASHED" or flow_run["deployment_id"] is None:
         return None
     from flows.config import RetryConfig
-    from flows.training import backoff_s
+    from flows.failures import backoff_s
 
     retry = registry.get_run(run.id).config.get("retry")  # a light row has none
     return backoff_s(RetryConfig.model_validate(retry or {}), "infrastructure", flow_run["run_count"])

@@ -19,8 +19,8 @@ from flows import artifacts
 from flows.config import GRPORunConfig
 from flows.config_servers import ServerConfig
 from flows.convert import resolve_model
+from flows.failures import RunFailed, describe, failure_of
 from flows.reaping import reap_all
-from flows.training import RunFailed, describe, failure_of
 from infra.errors import InfraError
 from infra.gpus import visible_gpus
 from infra.leases import LeaseManager, PortLease

@@ -17,6 +17,7 @@ from prefect.states import Failed
 
 from flows import artifacts
 from flows.experiment import mlflow_page
+from flows.failures import describe, stopped_by
 from flows.reaping import reap_all
 from flows.sweep_config import SweepConfig
 from flows.sweep_loop import SweepFailed, SweepLoop
@@ -28,7 +29,6 @@ from flows.sweep_runs import named, open_sweep, preflight_trials
 from flows.sweep_space import Plan, checked
 from flows.sweep_study import Study, open_storage
 from flows.sweep_tracking import SweepTracking, mark_pruned, tie_children, tracking_uri
-from flows.training import describe, stopped_by
 from infra.leases import LeaseManager
 from infra.registry import Registry
 from infra.registry_records import SweepRow
@@ -63,8 +63,7 @@ class _Work:
 
     def __init__(self, registry: Registry, row: SweepRow, plan: Plan) -> None:
         self.registry, self.row, self.plan, self.config = registry, row, plan, plan.config
-        first = {name: (dimension.points() or dimension.bounds())[0] for name, dimension in self.config.space.items()}
-        self.trial = plan.trial_config(0, first)  # for what all trials share
+        self.trial = plan.trial_config(0, self.config.first_values)  # for what all trials share
         self.folder = sweep_folder(row.name)
         limit = self.config.limits.wall_clock_s
         self.deadline = None if limit is None else time.monotonic() + limit

@@ -17,46 +17,35 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from flows import oom, provenance
 from flows.config import RetryConfig, RunConfig
+from flows.failures import Outcome, Policy, describe, failure_of, stopped_by
 from flows.params import params_of
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.patience import plain
 from infra.process import Supervised
-from infra.redaction import redact
 from infra.registry import URL_VARIABLE, Registry, RunRow
-from trainers.errors import FailureClass, LoopwrightError
+from trainers.errors import LoopwrightError
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 PROGRESS_S = 2.0
 LAST_SHOW_S = 5.0
-MAX_BACKOFF_S = 300.0
 # The trainer may finish its step and write a checkpoint after SIGTERM; with its server gone it cannot. Less than the 30 s after
 # which Prefect kills a flow run that it cancels: the flow still has to say how its run ended.
 STOP_GRACE_S = 20.0
 SERVER_GONE_GRACE_S = 5.0
 # A server's death is known once everything it started is gone; its trainer may feel it sooner.
 SERVER_DEATH_S = 3.0
-
-
-class RunFailed(LoopwrightError):
-    """A run ended without success; `str()` is the cause, in one line first."""
-
-    def __init__(self, failure: FailureClass, cause: str, traceback: str | None = None) -> None:
-        super().__init__(cause)
-        self.failure: FailureClass = failure
-        self.traceback = traceback
 
 
 class Servers(Protocol):
@@ -121,16 +110,6 @@ class NoServers:
 
     def stop(self) -> None:
         return
-
-
-@dataclass
-class Outcome:
-    """How an attempt ended; `failure` None: finished."""
-
-    failure: FailureClass | None = None
-    cause: str = ""
-    traceback: str | None = None
-    of_servers: bool = False  # they did not start: the trainer never did
 
 
 @dataclass
@@ -218,51 +197,6 @@ def serve(servers: Servers, retry: RetryConfig) -> None:
             policy.wait(Outcome(failure_of(error), str(error)), "start of the servers")
 
 
-class Policy:
-    """Counts failures by class and waits between attempts, or gives up."""
-
-    def __init__(self, retry: RetryConfig) -> None:
-        self._retry = retry
-        self._failures: Counter[str] = Counter()
-
-    def wait(self, outcome: Outcome, what: str, time_left_s: float = float("inf")) -> None:
-        """Returns when it is time to try again.
-
-        Raises:
-            RunFailed: with the outcome, when its class has used up its tries or no time is left.
-        """
-        assert outcome.failure is not None
-        self._failures[outcome.failure] += 1
-        pause = backoff_s(self._retry, outcome.failure, self._failures[outcome.failure])
-        if pause is None or time_left_s <= pause:
-            raise RunFailed(outcome.failure, outcome.cause, outcome.traceback)
-        cause = outcome.cause.splitlines()[0]
-        print(f"{what} failed ({outcome.failure}): {cause}; going on in {pause:.0f} s", flush=True)
-        time.sleep(pause)
-
-
-def failure_of(error: BaseException) -> FailureClass:
-    """The retry policy's class of an exception; what nobody foresaw counts as the user's, so that it is not repeated."""
-    known: tuple[FailureClass, ...] = get_args(FailureClass)
-    failure = getattr(error, "failure_class", "user")
-    return failure if failure in known else "user"
-
-
-def describe(error: BaseException) -> str:
-    """The cause that an exception stands for; of one that nobody foresaw, with its type."""
-    text = redact(str(error)).strip()
-    if isinstance(error, InfraError | LoopwrightError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:
-    """Seconds to wait before resuming after the `count`-th failure of its class; None: give up."""
-    if count > getattr(policy, failure):
-        return None
-    return min(policy.backoff_s * 2 ** (count - 1), MAX_BACKOFF_S)
-
-
 def _attempt(job: TrainerJob, attempt: int) -> Outcome:
     try:
         return _started(job, attempt)
@@ -281,15 +215,6 @@ def _note_end(job: TrainerJob, attempt: int, error: BaseException) -> None:
             plain(job.registry).end_attempt(job.run.id, attempt, "KILLED", cause=stopped_by(error))  # no time to wait
     except Exception as trouble:  # whatever a database's driver raises; what ended the flow must not be lost over it
         logger.warning("the registry could not be told how attempt %d ended: %s", attempt, trouble)
-
-
-def stopped_by(error: BaseException) -> str:
-    """Who stopped a flow, by the exception that ended it."""
-    if type(error).__name__ == "TerminationSignal":
-        from prefect._internal.control_listener import get_intent
-
-        return "cancelled in Prefect" if get_intent() == "cancel" else "stopped by SIGTERM"
-    return "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"stopped from outside ({type(error).__name__})"
 
 
 def _started(job: TrainerJob, attempt: int) -> Outcome:

@@ -11,8 +11,9 @@ import pytest
 from flows.config import SFTRunConfig
 from flows.evaluation import evaluate_model
 from flows.experiment import Experiment
+from flows.failures import RunFailed
 from flows.runs import open_run
-from flows.training import NoServers, RunFailed
+from flows.training import NoServers
 from infra.registry import Registry
 from tests.support.tiny_model import build_tiny_model
 

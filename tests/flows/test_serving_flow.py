@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from flows.config import GRPORunConfig
+from flows.failures import RunFailed
 from flows.named_servers import address_of, addresses_of
 from flows.servers_cli import servers as servers_command
 from flows.serving_flow import KeptServer, ServeConfig, keep
-from flows.training import RunFailed
 from infra.errors import ServerStartFailed, ServerUnreachable
 from infra.leases import LeaseManager
 from infra.registry import Registry

@@ -14,8 +14,9 @@ from sqlalchemy.exc import OperationalError
 
 from flows import oom
 from flows.config import GRPORunConfig, RetryConfig
+from flows.failures import RunFailed, backoff_s
 from flows.runs import open_run
-from flows.training import NoServers, RunFailed, TrainerJob, backoff_s, serve, train_to_the_end
+from flows.training import NoServers, TrainerJob, serve, train_to_the_end
 from infra.errors import ServerStartFailed
 from infra.leases import LeaseManager
 from infra.process import alive, process_start_time
