@@ -27,12 +27,10 @@ def run_sweep(file: Path, overrides: tuple[str, ...]) -> None:
     FIELD=VALUE sets a field, dotted for nested ones: `trials=20 base.max_steps=50 space.learning_rate.high=1e-3`. The same
     name again goes on with a sweep that was stopped.
     """
-    from flows.runs import new_name
     from flows.sweep_file import load_sweep
     from flows.sweep_space import inlined
 
-    config = inlined(load_sweep(file, overrides), with_environment=True)
-    launch(config if config.name else config.model_copy(update={"name": new_name("sweep")}))
+    launch(inlined(load_sweep(file, overrides), with_environment=True))
 
 
 @sweep.command()
@@ -57,7 +55,7 @@ def show(name: str, as_json: bool) -> None:
     """The sweep NAME: its state, the best trial, and every trial."""
     import json
 
-    from flows.sweep_report import summary
+    from flows.sweep_report import counted, summary
     from flows.sweep_runs import config_of
     from flows.text_table import print_table
     from infra.registry import Registry
@@ -69,12 +67,11 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    counts = ", ".join(f"{count} {status.lower()}" for status, count in found["counts"].items() if count)
     facts = [
         ("name", row.name),
         ("status", row.status),
         ("cause", row.cause),
-        ("trials", f"{found['trials']}: {counts or 'none yet'}"),
+        ("trials", f"{found['trials']}: {counted(found)}"),
     ]
     if best := found["best"]:
         facts += [("best", f"{best['run']}, {found['metric']} {best['value']:.6g}")]
@@ -104,17 +101,14 @@ def launch(config: SweepConfig) -> None:
         LoopwrightError: the sweep was refused or failed.
     """
     from flows.launch import run_flow
-    from flows.sweep_runs import check_startable, preflight_trials
+    from flows.runs import new_name
+    from flows.sweep_runs import check_startable, named, preflight_trials
     from flows.sweep_space import checked
     from infra.registry import Registry
 
-    name = config.name or ""
-    if "{date}" in name:
-        from datetime import datetime
-
-        config = config.model_copy(update={"name": name.replace("{date}", f"{datetime.now():%Y-%m-%d}")})
-    plan = checked(config)
-    check_startable(Registry(), plan.config)
+    registry = Registry()
+    plan = checked(named(registry, config, None, new_name("sweep"), None))
+    check_startable(registry, plan.config)
     preflight_trials(plan)  # again in the flow; here it saves the user the wait for Prefect
 
     def flow() -> object:

@@ -92,6 +92,10 @@ class Dimension(StrictModel):
         assert self.low is not None and self.high is not None
         return self._number(self.low), self._number(self.high)
 
+    def known(self) -> list[Any]:
+        """What can be tried beforehand: every value, of a range without steps its bounds."""
+        return self.points() or list(self.bounds())
+
     def _number(self, value: float) -> Any:
         return int(value) if self.int else value
 
@@ -235,6 +239,11 @@ class SweepConfig(StrictModel):
         return self.trials if self.trials is not None else self.grid_size
 
     @property
+    def first_values(self) -> dict[str, Any]:
+        """A trial's parameters, for what can be said of all trials."""
+        return {name: dimension.known()[0] for name, dimension in self.space.items()}
+
+    @property
     def minimizes(self) -> bool:
         return self.direction == "minimize" if self.direction is not None else self.metric == "loss"
 
@@ -248,6 +257,3 @@ class SweepConfig(StrictModel):
         if self.average_steps is not None:
             return self.average_steps
         return 1 if self.watched == WATCHED_ACCURACY else _AVERAGE_STEPS
-
-    def better(self, value: float, than: float) -> bool:
-        return value < than if self.minimizes else value > than

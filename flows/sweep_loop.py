@@ -17,7 +17,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from optuna.exceptions import StorageInternalError
@@ -25,7 +24,7 @@ from sqlalchemy.exc import DBAPIError
 
 from flows.config import RunConfig
 from flows.config_file import ConfigErrors
-from flows.sweep_outcome import failure_cause, latest, may_go_on, points_of, pruned_cause, value_of
+from flows.sweep_outcome import failure_cause, latest, may_go_on, points_of, pruned_cause, record_attempt, value_of
 from flows.sweep_space import Params, Plan, label, trial_name
 from flows.sweep_study import Study
 from infra.registry import Registry, RunRow
@@ -60,12 +59,6 @@ class Runner(Protocol):
         ...
 
 
-@dataclass
-class _Active:
-    row: TrialRow
-    cause: str | None = None  # why it was stopped
-
-
 class SweepLoop:
     """One sweep at work. `mark_pruned(run, cause)` makes a stopped trial's run say so; `on_change` is called when a trial has
     ended; `pause` between two looks."""
@@ -85,7 +78,7 @@ class SweepLoop:
         self.registry, self.sweep, self.plan, self.study, self.runner = registry, sweep, plan, study, runner
         self._mark_pruned, self._on_change, self._pause, self._parent_run = mark_pruned, on_change, pause, parent_run
         self._grid = plan.grid() if plan.config.sampler == "grid" else None
-        self._active: dict[int, _Active] = {}
+        self._active: dict[int, TrialRow] = {}  # by number; not RUNNING: it was asked to stop
         self._waiting: list[tuple[float, TrialRow]] = []  # attempts with a row, to be started not before a time
         self._new: deque[int] = deque()
         self._processes: set[int] = set()  # trials whose process was started here and is not known to have ended
@@ -128,7 +121,7 @@ class SweepLoop:
             if row.status == "RUNNING":
                 self.study.take_up(number, row.params)
             if number in self._processes:
-                self._active[number] = _Active(row, None if row.status == "RUNNING" else "decided before")
+                self._active[number] = row
             elif row.status == "RUNNING":
                 self._waiting.append((0.0, row))
             else:
@@ -148,7 +141,7 @@ class SweepLoop:
             if not self._new:
                 return False
             number = self._new[0]
-            row = self._record(number, 1, self._draw(number))
+            row = record_attempt(self.registry, self.sweep, number, 1, self._draw(number))
             self._new.popleft()
             self._waiting.append(entry := (0.0, row))
         row = entry[1]
@@ -161,7 +154,7 @@ class SweepLoop:
                 return False
             print(f"trial {row.number} starts: {label(row.params)}", flush=True)
             self._processes.add(row.number)
-            self._active[row.number] = _Active(row)
+            self._active[row.number] = row
             self.runner.start(row.number, config)
         self._waiting.remove(entry)
         return True
@@ -180,32 +173,31 @@ class SweepLoop:
 
     def _look(self, number: int) -> None:
         """One look at a running trial: its values so far, and whether its process has ended."""
-        active = self._active[number]
+        row = self._active[number]
         how = self.runner.ended(number)  # asked first: what a process wrote before its end is seen below
         run = self.registry.find_run(trial_name(self.sweep.name, number))
-        if run is not None and active.row.run_id is None:
-            active.row = self.registry.update_trial(active.row.key, run_id=run.id)
+        if run is not None and row.run_id is None:
+            row = self._active[number] = self.registry.update_trial(row.key, run_id=run.id)
         if how is None:
-            if run is not None and active.cause is None:
-                self._compare(active, run)
+            if run is not None and row.status == "RUNNING":
+                self._compare(row, run)
             return
         self._processes.discard(number)
-        if active.cause is None:
-            self._end(active.row, run, how)
+        if row.status == "RUNNING":
+            self._end(row, run, how)
         else:
-            self._settle(self._row(active.row.key))
+            self._settle(row)
             self._on_change()
         self._active.pop(number, None)
 
-    def _compare(self, active: _Active, run: RunRow) -> None:
-        number, points = active.row.number, points_of(run)
+    def _compare(self, row: TrialRow, run: RunRow) -> None:
+        number, points = row.number, points_of(run)
         step = self.study.report(number, points)
         if step is None:
             return
         value = dict(points)[step]
         cause = pruned_cause(self.plan, step, value)
-        self.registry.update_trial(active.row.key, status="PRUNED", value=value, ended_at=time.time())
-        active.cause = cause
+        self._active[number] = self.registry.update_trial(row.key, status="PRUNED", value=value, ended_at=time.time())
         print(f"trial {number} is stopped: {cause}", flush=True)
         self._failures = 0
         self.runner.stop(number)
@@ -219,7 +211,7 @@ class SweepLoop:
         if value is None and may_go_on(run) and row.attempt <= retry.infrastructure:
             print(f"trial {row.number} goes on: {cause}", flush=True)
             # The next attempt's row comes first: killed here, the trial is not taken for failed.
-            again = self._record(row.number, row.attempt + 1, row.params, run_id=run_id)
+            again = record_attempt(self.registry, self.sweep, row.number, row.attempt + 1, row.params, run_id)
             self.registry.update_trial(row.key, status="FAILED", ended_at=time.time())
             self._waiting.append((time.monotonic() + retry.backoff_s, again))
             return
@@ -243,14 +235,6 @@ class SweepLoop:
         cause = pruned_cause(self.plan, self.study.last_step(row.number), row.value)
         if run is not None and run.status != "FINISHED" and (run.status, run.cause) != ("KILLED", cause):
             self._mark_pruned(run, cause)
-
-    def _record(self, number: int, attempt: int, params: Params, run_id: str | None = None) -> TrialRow:
-        key = f"{self.sweep.name}:{number}:{attempt}"
-        columns = {"attempt": attempt, "params": params, "status": "RUNNING", "run_id": run_id}
-        return self.registry.record_trial(self.sweep.id, number, key, **columns)
-
-    def _row(self, key: str) -> TrialRow:
-        return next(row for row in self.registry.list_trials(self.sweep.id) if row.key == key)
 
     def _first_cause(self, rows: list[TrialRow]) -> str:
         for row in rows:

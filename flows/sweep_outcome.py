@@ -1,13 +1,13 @@
-"""What became of a trial, read from the row of its run."""
+"""A trial's attempts in the registry, and what became of it, read from the row of its run."""
 
 from __future__ import annotations
 
 import math
 
 from flows.sweep_config import ACCURACY, WATCHED_ACCURACY
-from flows.sweep_space import Plan
-from infra.registry import RunRow
-from infra.registry_records import TrialRow
+from flows.sweep_space import Params, Plan
+from infra.registry import Registry, RunRow
+from infra.registry_records import SweepRow, TrialRow
 
 Points = list[tuple[int, float]]
 
@@ -21,6 +21,14 @@ def points_of(run: RunRow) -> Points:
 def latest(rows: list[TrialRow]) -> list[TrialRow]:
     """The newest attempt of every trial, by number."""
     return list({row.number: row for row in sorted(rows, key=lambda row: (row.number, row.attempt))}.values())
+
+
+def record_attempt(
+    registry: Registry, sweep: SweepRow, number: int, attempt: int, params: Params, run_id: str | None = None
+) -> TrialRow:
+    """The row of a trial's attempt, RUNNING: to be started, or started already."""
+    columns = {"attempt": attempt, "params": params, "status": "RUNNING", "run_id": run_id}
+    return registry.record_trial(sweep.id, number, f"{sweep.name}:{number}:{attempt}", **columns)
 
 
 def value_of(run: RunRow, metric: str) -> float | None:

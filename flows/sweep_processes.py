@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.config import GRPORunConfig, RunConfig
+from flows.sweep_space import trial_name
 from flows.training import STOP_GRACE_S
 from infra.gpus import visible_gpus
 from infra.leases import Lease, LeaseManager
@@ -61,7 +62,7 @@ class TrialProcesses:
         if needed == 0 or needed > present:  # more than there are: the run itself says so
             return True
         # A trial that has just started has no lease of its GPUs yet: count what ours need, and what others hold.
-        names = {f"{config.sweep.name}-t{number}" for number in self._trials} if config.sweep else set()
+        names = {trial_name(config.sweep.name, number) for number in self._trials} if config.sweep else set()
         our_runs = {run.id for name in names if (run := self._registry.find_run(name)) is not None}
         others = [lease for lease in self._registry.list_leases("gpu", self._leases.owner.host) if lease.run_id not in our_runs]
         free = present - len(others) - sum(trial.gpus for trial in self._trials.values())

@@ -18,8 +18,9 @@ FEW = "too few finished trials with different values to say"
 def summary(config: SweepConfig, rows: Sequence[TrialRow], importance: dict[str, float] | None = None) -> dict[str, Any]:
     """The sweep's figures, ready for JSON; `importance` None: not asked for (the sweep is not over)."""
     trials = latest(list(rows))
-    ranked = sorted((row for row in trials if row.status == "FINISHED"), key=_value, reverse=not config.minimizes)
-    best = ranked[0] if ranked else None
+    shown = [_row(config, row) for row in trials]
+    finished = (row for row in shown if row["status"] == "FINISHED")
+    ranked = sorted(finished, key=lambda row: row["value"], reverse=not config.minimizes)
     return {
         "sweep": config.name,
         "metric": config.metric,
@@ -28,23 +29,20 @@ def summary(config: SweepConfig, rows: Sequence[TrialRow], importance: dict[str,
         "counts": {
             status: sum(row.status == status for row in trials) for status in ("FINISHED", "PRUNED", "FAILED", "RUNNING")
         },
-        "best": None
-        if best is None
-        else {
-            "trial": best.number,
-            "run": trial_name(str(config.name), best.number),
-            "value": best.value,
-            "params": best.params,
-        },
+        "best": {name: ranked[0][name] for name in ("trial", "run", "value", "params")} if ranked else None,
         "importance": importance,
-        "rows": [_row(config, row) for row in trials],
+        "rows": shown,
     }
+
+
+def counted(found: dict[str, Any]) -> str:
+    """How many trials have ended, and how."""
+    return ", ".join(f"{count} {status.lower()}" for status, count in found["counts"].items() if count) or "none yet"
 
 
 def markdown(found: dict[str, Any]) -> str:
     """The flow run's page."""
-    counts = ", ".join(f"{count} {status.lower()}" for status, count in found["counts"].items() if count)
-    lines = [f"# Sweep {found['sweep']}", "", f"{found['trials']} trials: {counts or 'none yet'}."]
+    lines = [f"# Sweep {found['sweep']}", "", f"{found['trials']} trials: {counted(found)}."]
     best = found["best"]
     if best is None:
         lines += ["", "No trial has a value yet."]
@@ -123,11 +121,6 @@ def _row(config: SweepConfig, row: TrialRow) -> dict[str, Any]:
         "ended_at": row.ended_at,
         "params": row.params,
     }
-
-
-def _value(row: TrialRow) -> float:
-    assert row.value is not None, row.key
-    return row.value
 
 
 def _cell(value: Any) -> str:

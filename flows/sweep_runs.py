@@ -10,7 +10,7 @@ from flows.config import changed_fields
 from flows.preflight import preflight
 from flows.runs import plain_name
 from flows.sweep_config import SweepConfig
-from flows.sweep_outcome import latest
+from flows.sweep_outcome import latest, record_attempt
 from flows.sweep_space import Plan, field_path
 from infra.reaper import owner_alive
 from infra.registry import Owner, Registry
@@ -81,13 +81,8 @@ def open_sweep(registry: Registry, config: SweepConfig, flow_run_id: str | None)
 
 def reopen_failed(registry: Registry, row: SweepRow) -> list[TrialRow]:
     """A further attempt for every failed trial; what is to be started is then the sweep's work."""
-    again = []
-    for trial in latest(registry.list_trials(row.id)):
-        if trial.status == "FAILED":
-            key = f"{row.name}:{trial.number}:{trial.attempt + 1}"
-            columns = {"attempt": trial.attempt + 1, "params": trial.params, "status": "RUNNING", "run_id": trial.run_id}
-            again.append(registry.record_trial(row.id, trial.number, key, **columns))
-    return again
+    failed = [trial for trial in latest(registry.list_trials(row.id)) if trial.status == "FAILED"]
+    return [record_attempt(registry, row, one.number, one.attempt + 1, one.params, one.run_id) for one in failed]
 
 
 def preflight_trials(plan: Plan) -> None:
@@ -96,12 +91,11 @@ def preflight_trials(plan: Plan) -> None:
     Raises:
         ConfigError: with one line per problem.
     """
-    space = plan.config.space
-    first: dict[str, Any] = {name: (dimension.points() or dimension.bounds())[0] for name, dimension in space.items()}
+    first = plan.config.first_values
     preflight(plan.trial_config(0, first))
-    for name, dimension in space.items():
+    for name, dimension in plan.config.space.items():
         if field_path(name)[0] in _LOOKED_AT:
-            for value in (dimension.points() or dimension.bounds())[1:]:
+            for value in dimension.known()[1:]:
                 preflight(plan.trial_config(0, {**first, name: value}))
 
 

@@ -21,6 +21,7 @@ from flows.config_file import ConfigErrors, file_layers, merge_into, merge_layer
 from flows.sweep_config import ACCURACY, WATCHED_ACCURACY, SweepConfig
 from trainers.config import SECTIONS
 
+PARENT_TAG = "mlflow.parentRunId"
 MAX_GRID = 10_000
 _CHECKED_COMBINATIONS = 512
 _SHOWN = 5
@@ -76,7 +77,7 @@ class Plan:
         source = f"trial {number} ({label(params)})"
         tags = {"loopwright.sweep": name, "loopwright.trial": str(number)}
         if parent_run is not None:
-            tags["mlflow.parentRunId"] = parent_run
+            tags[PARENT_TAG] = parent_run
         given = {"name": trial_name(name, number), "tags": tags, "sweep": self._trial_of(number)}
         # A value replaces what the base has in its place, also where both are mappings.
         base = _without(self.config.base, self.config.space)
@@ -159,16 +160,16 @@ class Plan:
 
     def _samples(self) -> Iterator[Params]:
         """All combinations if they are few; else every value and bound of each field, with the others at their first."""
-        ends = {name: dimension.points() or list(dimension.bounds()) for name, dimension in self.config.space.items()}
         if (
             all(dimension.points() for dimension in self.config.space.values())
             and self.config.grid_size <= _CHECKED_COMBINATIONS
         ):
             yield from self._combinations()
             return
-        first = {name: values[0] for name, values in ends.items()}
+        first = self.config.first_values
         yield first
-        for name, values in ends.items():
+        for name, dimension in self.config.space.items():
+            values = dimension.known()
             tried = values[1:] if len(values) <= _CHECKED_COMBINATIONS else [values[-1]]
             yield from ({**first, name: value} for value in tried)
 
@@ -191,9 +192,8 @@ def inlined(config: SweepConfig, with_environment: bool) -> SweepConfig:
     layers = [
         (source, {name: value for name, value in tree.items() if name not in ("name", "sweep")}) for source, tree in layers
     ]
-    first = {name: (dimension.points() or dimension.bounds())[0] for name, dimension in config.space.items()}
     Plan(config)  # before names of the space are looked up in a config
-    space = [(f"space.{name}", nest(field_path(name), value)) for name, value in first.items()]
+    space = [(f"space.{name}", nest(field_path(name), value)) for name, value in config.first_values.items()]
     layers = [*layers, ("base", config.base), ("the sweep", shared)]
     try:
         merged = merge_layers(config.kind, [*layers, *space]).config

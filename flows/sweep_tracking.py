@@ -11,6 +11,7 @@ from flows.artifacts import quietly
 from flows.config import RunConfig
 from flows.sweep_config import SweepConfig
 from flows.sweep_report import best_so_far
+from flows.sweep_space import PARENT_TAG
 from infra.registry import Registry, RunRow
 from infra.registry_records import SweepRow
 from infra.tracking import EndStatus, Tracker, default_uri
@@ -19,7 +20,6 @@ from trainers.references import resolve
 
 log = logging.getLogger(__name__)
 PARENT_WAIT_S = 30.0
-PARENT_TAG = "mlflow.parentRunId"
 
 
 def tracking_uri(config: RunConfig) -> str:
