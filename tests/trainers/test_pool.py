@@ -108,7 +108,7 @@ async def test_the_cap_follows_the_servers_metrics() -> None:
         await asyncio.sleep(0.1)
         for lease in leases:
             pool.release(lease)
-        await until(lambda: pool._servers[0]._load is not None and pool._servers[0]._load.kv_cache_usage == 0.1)
+        await until(lambda: pool.students.all[0]._load is not None and pool.students.all[0]._load.kv_cache_usage == 0.1)
         for _ in range(7):
             pool.release(pool.lease(), finished=False)
         assert pool.cap <= 8.75

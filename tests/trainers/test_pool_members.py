@@ -174,7 +174,7 @@ async def test_a_new_server_that_does_not_answer_yet_joins_when_it_does_or_is_fo
         pool.members([("student-0", first.url), ("student-1", late.url)])
         await one_turn(pool)
         pool.members([("student-0", first.url)])
-        assert not pool._joining
+        assert not pool.students.joining
         pool.members([("student-0", first.url), ("student-1", late.url)])
         async with late.run(port):
             await until(lambda: "server/student-1/concurrency_cap" in pool.gauges())
