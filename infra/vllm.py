@@ -53,7 +53,8 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
-            raise ModelNotFound(f"{path} holds an adapter: make it a model with `python -m trainers.merge {path} FOLDER`")
+            remedy = f"make it a model with `python -m trainers.export {path} FOLDER --merge`"
+            raise ModelNotFound(f"{path} holds an adapter: {remedy}")
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} holds no model: it has no config.json")
     elif path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or path.exists():

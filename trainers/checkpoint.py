@@ -2,7 +2,7 @@
 
     <output_dir>/checkpoint-<step>/
         config.json, model.safetensors, tokenizer …   what transformers and vLLM load; with `peft` instead
-        adapter_config.json, adapter_model.safetensors the adapter alone, what peft loads (`trainers.merge` makes a model of it)
+        adapter_config.json, adapter_model.safetensors the adapter alone, what peft loads (`trainers.export` merges it)
         resume/                                        master weights and optimizer, torch.distributed.checkpoint; of an
                                                        adapter's run the adapter's, as the base never changes
         rng/rank-<r>.pt, scheduler.pt                  generators of each rank, schedule

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainers.errors import ConfigError, LoopwrightError
 
+ADAPTER = "adapter_config.json"
 # What a checkpoint has beside them, which only a run goes on from.
 _OF_THE_RUN = ("resume", "rng", "scheduler.pt", "trainer_state.json", "loop_state.json", "loopwright_config.json")
 _OF_THE_RUN += ("rollout_state.json", "rollout_buffer.npz", "rollouts_kept.json", "manifest.json", "PINNED")
@@ -24,25 +25,49 @@ _OF_THE_RUN += ("rollout_state.json", "rollout_buffer.npz", "rollouts_kept.json"
 def export(checkpoint: Path, folder: Path, *, merged: bool = False) -> str:
     """Write a model that `from_pretrained` or peft loads; returns what it is.
 
+    Args:
+        checkpoint: of a run; to be merged, also an adapter that no run has written, which has no manifest.
+
     Raises:
         ConfigError: the checkpoint is not whole, `folder` exists, or there is nothing to merge.
     """
-    from trainers.checkpoint import fault
-    from trainers.merge import merge
+    from trainers.checkpoint import MANIFEST, fault
 
-    if why := fault(checkpoint):
+    if (not merged or (checkpoint / MANIFEST).exists()) and (why := fault(checkpoint)):
         raise ConfigError(f"{checkpoint} is no whole checkpoint: {why}")
     if folder.exists():
         raise ConfigError(f"{folder} exists: name a folder that does not")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if merged:
-        merge(checkpoint, folder)
-        return "model with the adapter merged in"
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns(*_OF_THE_RUN))
+    if merged:
+        _merge(checkpoint, temporary)
+    else:
+        shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns(*_OF_THE_RUN))
     temporary.rename(folder)
-    return "adapter" if (folder / "adapter_config.json").is_file() else "model"
+    if merged:
+        return "model with the adapter merged in"
+    return "adapter" if (folder / ADAPTER).is_file() else "model"
+
+
+def _merge(checkpoint: Path, folder: Path) -> None:
+    """Write the adapter in `checkpoint` and the base that it names as one model, in the base's type."""
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoTokenizer
+
+    from trainers.model import from_pretrained
+
+    if not (checkpoint / ADAPTER).is_file():
+        raise ConfigError(f"{checkpoint} holds no adapter ({ADAPTER}): a whole model needs no merging")
+    base = str(PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path)
+    has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
+    try:
+        model = PeftModel.from_pretrained(from_pretrained(base, dtype="auto"), str(checkpoint)).merge_and_unload()
+        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint) if has_tokenizer else base)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the adapter of {checkpoint} or its base {base!r} cannot be loaded: {error}") from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

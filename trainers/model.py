@@ -76,7 +76,7 @@ def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedMo
     if (Path(name) / "adapter_config.json").is_file():
         raise ConfigError(
             f"model {name!r} is an adapter: set model to what it was trained on, or merge the two first with "
-            f"`python -m trainers.merge {name} FOLDER`"
+            f"`python -m trainers.export {name} FOLDER --merge`"
         )
     try:
         return from_pretrained(name, attn_implementation=attention.NAME, **kwargs)

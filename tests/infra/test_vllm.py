@@ -154,7 +154,7 @@ def test_a_folder_without_a_model(port, tmp_path):
 
 def test_an_adapter_is_no_model_and_can_be_made_one(port, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match=r"holds an adapter: make it a model with `python -m trainers\.merge"):
+    with pytest.raises(ModelNotFound, match=r"holds an adapter: make it a model with `python -m trainers\.export .* --merge`"):
         start_server(ServerSpec(str(tmp_path), device="cpu"), port)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.fake_source import FakeSource
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_model, build_tiny_model, build_tokenizer
-from trainers import attention, lora, merge, session
+from trainers import attention, export, lora, session
 from trainers.algorithms.grpo import GRPO
 from trainers.callbacks import PrintSink
 from trainers.checkpoint import latest_whole
@@ -236,7 +236,7 @@ def test_a_resume_loads_the_base_and_not_the_checkpoint(tmp_path):
 
 def test_an_adapter_as_model_is_refused_and_says_how_to_merge_it(tmp_path):
     lora.save_adapter(adapted().model, lora.adapter_state(adapted().model, keep=True), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"is an adapter: .*python -m trainers\.merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter: .*python -m trainers\.export .* --merge`"):
         load_model(grpo_config(model=str(tmp_path / "adapter")))
 
 
@@ -245,13 +245,14 @@ def test_a_merged_model_is_a_plain_one(tmp_path, capsys):
     policy = adapted()
     policy.model.peft_config["default"].base_model_name_or_path = str(base)
     lora.save_adapter(policy.model, lora.adapter_state(policy.model, keep=True), tmp_path / "adapter")
-    assert merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    write_merged = lambda source, name: export.main([str(source), str(tmp_path / name), "--merge"])  # noqa: E731
+    assert write_merged(tmp_path / "adapter", "merged") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for name, tensor in gathered_parameters(policy.model, None, keep=True):
         assert torch.equal(model.get_parameter(name), tensor), name
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
-    assert merge.main([str(base), str(tmp_path / "other")]) == 1 and "holds no adapter" in capsys.readouterr().err
-    assert merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 1 and "exists" in capsys.readouterr().err
+    assert write_merged(base, "other") == 1 and "holds no adapter" in capsys.readouterr().err
+    assert write_merged(tmp_path / "adapter", "merged") == 1 and "exists" in capsys.readouterr().err
 
 
 # Merged weights ------------------------------------------------------------------------------------------------------
