@@ -190,7 +190,7 @@ def local_tracking(uri: str) -> Finding:
 
 def prefect() -> Iterator[Finding]:
     """The API that a run would use: the user's, that of `loopwright up`, or one started for the run."""
-    from flows.services import running
+    from flows.connections import running
 
     url = os.environ.get("PREFECT_API_URL")
     up = running()

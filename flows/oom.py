@@ -20,16 +20,14 @@ def longest_sequence(fields: dict[str, Any], servers: list[dict[str, Any]]) -> i
 
 def smaller(fields: dict[str, Any], longest: int | None) -> dict[str, int] | None:
     """What to change of the trainer's fields; None: its rows cannot be halved."""
-    budget = fields.get("token_budget") or (longest if fields.get("token_budget") is None else 0)
-    accumulation = 2 * fields.get("gradient_accumulation_steps", 1)
-    if budget is None:
+    name, value = "token_budget", fields.get("token_budget")
+    if value is None:
+        value = longest
+    elif value <= 0:
+        name, value = "per_device_train_batch_size", fields.get("per_device_train_batch_size", 1)
+    if value is None or value < 2:
         return None
-    name, value = ("token_budget", budget) if budget > 0 else ("per_device_train_batch_size", _samples(fields))
-    return {name: value // 2, "gradient_accumulation_steps": accumulation} if value >= 2 else None
-
-
-def _samples(fields: dict[str, Any]) -> int:
-    return fields.get("per_device_train_batch_size", 1)
+    return {name: value // 2, "gradient_accumulation_steps": 2 * fields.get("gradient_accumulation_steps", 1)}
 
 
 def describe(change: dict[str, int]) -> str:

@@ -130,12 +130,12 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
     Raises:
         RunRefused: see `check_startable`; or another process was faster.
     """
-    known = check_startable(registry, config)
+    known, values = check_startable(registry, config), stored(config)
     anew = known is not None and bool(differing_fields(known, config))
     if known is None:
         folder = config.storage.folder() / str(config.name)
         try:
-            row = registry.create_run(str(config.name), flow, stored(config), output_dir=str(folder), tags=config.tags)
+            row = registry.create_run(str(config.name), flow, values, output_dir=str(folder), tags=config.tags)
         except RunExists as error:
             raise RunRefused(str(error)) from error
     else:
@@ -154,8 +154,8 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
         traceback=None,
         prefect_flow_run_id=flow_run_id,
         output_dir=output_dir,
-        config=stored(config),
-        config_hash=config_hash({name: value for name, value in stored(config).items() if name not in _AROUND}),
+        config=values,
+        config_hash=config_hash({name: value for name, value in values.items() if name not in _AROUND}),
     )
     return row, known is not None and not anew
 

@@ -44,8 +44,6 @@ from infra.process import Supervised, alive, current_owner
 from infra.registry import Registry
 from trainers.errors import ConfigError, LoopwrightError
 
-__all__ = ["POOL", "ServicesError", "Up", "describe", "running", "start", "stop"]
-
 POOL = "loopwright"
 WORKER = f"worker-{socket.gethostname()}"
 REAP_S = 30.0

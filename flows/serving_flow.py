@@ -145,8 +145,7 @@ def keep(kept: KeptServer) -> dict[str, Any]:
     """Until its time is up; what it was.
 
     Raises:
-        RunFailed: it died more often than it may be started again.
-        InfraError: it did not start.
+        RunFailed: it did not start, or died more often than it may be started again.
     """
     config = kept.config
     until = float("inf") if config.ttl_s is None else time.monotonic() + config.ttl_s

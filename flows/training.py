@@ -324,7 +324,7 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
             "mlflow_run_id": run.mlflow_run_id,
             "tags": {
                 **job.config.tags,
-                **{f"loopwright.{name}": str(value) for name, value in (_oom_change(job) or {}).items()},
+                **{f"loopwright.{name}": str(value) for name, value in run.stages.get(oom.STAGE, {}).items()},
             },
             "sweep": job.config.sweep and job.config.sweep.model_dump(),
             "storage": job.config.storage.of_run(run.name).as_json(),
