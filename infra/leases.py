@@ -130,15 +130,13 @@ class LeaseManager:
 
     def lease_process(self, name: str, run_id: str | None = None) -> Lease:
         """A mark for a process that needs neither port nor GPU (a trainer on CPU), so that the reaper finds it."""
-        row = self.registry.insert_lease("process", f"{name}/{os.urandom(8).hex()}", self.owner, self.ttl_s, run_id)
-        assert row is not None, "a random name was taken"
-        lease = Lease(row.id, "process", row.resource)
-        self._hold(lease)
+        lease = self.lease_name("process", f"{name}/{os.urandom(8).hex()}", run_id)
+        assert lease is not None, "a random name was taken"
         return lease
 
-    def lease_name(self, kind: str, name: str) -> Lease | None:
+    def lease_name(self, kind: str, name: str, run_id: str | None = None) -> Lease | None:
         """A name that one process of this machine may have; None: another has it."""
-        row = self.registry.insert_lease(kind, name, self.owner, self.ttl_s)
+        row = self.registry.insert_lease(kind, name, self.owner, self.ttl_s, run_id)
         if row is None:
             return None
         lease = Lease(row.id, kind, row.resource)

@@ -17,13 +17,13 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import JSON, Double, ForeignKey, Index, Text, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RunStatus = Literal["PENDING", "RUNNING", "FINISHED", "FAILED", "KILLED"]
-STATUSES: tuple[RunStatus, ...] = ("PENDING", "RUNNING", "FINISHED", "FAILED", "KILLED")
+STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,13 @@ class SweepNotFound(NotFound):
 
 
 class Sweeps(RegistryCore):
-    def create_sweep(self, name: str, config: dict[str, Any], **columns: Any) -> SweepRow:
+    def create_sweep(self, name: str, config: dict[str, Any]) -> SweepRow:
         """A new PENDING sweep.
 
         Raises:
             SweepExists: the name is taken.
         """
         row = SweepRow(id=new_id(), name=name, config=config)
-        set_columns(row, columns)
         try:
             with self._write() as session:
                 session.add(row)

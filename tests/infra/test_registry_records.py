@@ -56,7 +56,7 @@ def test_costs_are_set_by_attempt_and_summed(registry: Registry) -> None:
 
 
 def test_sweeps_and_trials(registry: Registry) -> None:
-    sweep = registry.create_sweep("s", {"trials": 3}, owner=ME)
+    sweep = registry.update_sweep(registry.create_sweep("s", {"trials": 3}).id, owner=ME)
     assert (sweep.status, sweep.owner, sweep.result) == ("PENDING", ME, {})
     with pytest.raises(SweepExists, match="'s' exists already"):
         registry.create_sweep("s", {})

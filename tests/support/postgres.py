@@ -86,25 +86,19 @@ class PostgresServer:
             process.send_signal(how)
             process.wait(60)
 
-    def new_database(self) -> str:
-        """The URL of an empty database."""
-        import psycopg
-
-        self._databases += 1
-        name = f"test_{self._databases}"
-        with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
-        return self.url(name)
-
     def take_database(self) -> str:
         """The URL of an empty database, which may have been another test's."""
-        return self._free.pop() if self._free else self.new_database()
+        if self._free:
+            return self._free.pop()
+        self._databases += 1
+        name = f"test_{self._databases}"
+        with self._connected(self.url("postgres")) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
 
     def give_back(self, url: str) -> None:
         """Everything in it goes, whoever is still connected."""
-        import psycopg
-
-        with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
+        with self._connected(url) as connection:
             query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> "
             connection.execute(query + "pg_backend_pid()")
             connection.execute("DROP SCHEMA public CASCADE")
@@ -118,8 +112,10 @@ class PostgresServer:
         self.stop(signal.SIGQUIT)  # nothing of it is needed again
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _dsn(self, database: str) -> str:
-        return f"postgresql://loopwright:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+    def _connected(self, url: str) -> Any:
+        import psycopg
+
+        return psycopg.connect(url.replace("+psycopg", ""), autocommit=True)
 
     def _run(self, program: str, *arguments: Any, check: bool = False) -> subprocess.CompletedProcess[bytes]:
         try:
