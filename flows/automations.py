@@ -33,9 +33,8 @@ from trainers.errors import ConfigError
 
 NOTIFY_VARIABLE = "LOOPWRIGHT_NOTIFY_URL"
 HEARTBEAT_S = 30
-SILENCE_S = (
-    300.0  # of a flow run that is then taken for dead; more than Prefect's own interval of 180 s, which a script may have
-)
+# Of a flow run that is then taken for dead; more than Prefect's own interval of 180 s, which a script may have.
+SILENCE_S = 300.0
 PENDING_S = 900.0  # of a flow run that never started
 BLOCK, WEBHOOK = "loopwright-notify", "webhook"
 NO_HEARTBEAT, STUCK, CRASHED, NOTIFY = (
@@ -95,7 +94,7 @@ def apply_automations(
         return
     if notification.url is not None:
         block, changed = _webhook(client, notification.url)
-        done = _apply(client, _notify([*flows], block))
+        done = _apply(client, _notify(flows, block))
         yield NOTIFY, "updated" if changed and done == "unchanged" else done
 
 

@@ -167,32 +167,55 @@ def _file(path: Path | None, lines: list[str]) -> Iterator[tuple[str, dict[str, 
     if path is None:
         return
     try:
+        tree = read_tree(path, "a config")
+    except ConfigErrors as error:
+        lines.extend(error.lines)
+    else:
+        yield str(path), tree
+
+
+def read_tree(path: Path, what: str) -> dict[str, Any]:
+    """The mapping of fields to values in a YAML or JSON file, {} in an empty one; `what` it should be, for the message.
+
+    Raises:
+        ConfigErrors: the file cannot be read, or holds something else.
+    """
+    try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
-        lines.append(f"{path}: cannot be read: {error.strerror}")
-        return
+        raise ConfigErrors([f"{path}: cannot be read: {error.strerror}"]) from None
     except (yaml.YAMLError, ValueError) as error:
-        lines.append(f"{path}: {' '.join(str(error).split())}")
-        return
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        lines.append(f"{path}: a config is a mapping of fields to values, this is a {type(tree).__name__}")
-        return
-    yield str(path), tree
+        raise ConfigErrors([f"{path}: {' '.join(str(error).split())}"]) from None
+    if not isinstance(tree, dict | None):
+        raise ConfigErrors([f"{path}: {what} is a mapping of fields to values, this is a {type(tree).__name__}"])
+    return tree or {}
 
 
 def _command_line(overrides: Sequence[str], lines: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals or not name.strip():
-            lines.append(f"command line: `{override}` is not of the form field=value")
-            continue
         try:
-            yield f"command line `{override}`", nest(name.strip().split("."), parse_yaml(text) if text else "")
-        except yaml.YAMLError as error:
-            lines.append(f"command line: `{override}`: {' '.join(str(error).split())}")
+            path, value = parse_override(override)
+        except ConfigErrors as error:
+            lines.extend(error.lines)
+        else:
+            yield f"command line `{override}`", nest(path, value)
+
+
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """`a.b=1` → `["a", "b"]`, 1.
+
+    Raises:
+        ConfigErrors: it is not of this form.
+    """
+    name, equals, text = override.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigErrors([f"command line: `{override}` is not of the form field=value"])
+    try:
+        return path, parse_yaml(text) if text else ""
+    except yaml.YAMLError as error:
+        raise ConfigErrors([f"command line: `{override}`: {' '.join(str(error).split())}"]) from None
 
 
 def _environment(cls: type[StrictModel], environ: Mapping[str, str], lines: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

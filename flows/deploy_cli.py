@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.presets import PRESETS, find_preset
+from flows.presets import ENTRYPOINTS, PRESETS, find_preset
 from flows.text_table import print_table
 from trainers.errors import ConfigError
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from flows.deployments import Plan, Target
 
 PRESET = click.option("--preset", metavar="NAME", help="Start from this preset; CONFIG and FIELD=VALUE go over it.")
-FLOWS = click.Choice(["grpo", "sft", "sweep", "evaluate", "serve", "reap"])
 
 
 def split_settings(settings: tuple[str, ...], preset: str | None) -> tuple[Path | None, tuple[str, ...]]:
@@ -45,7 +45,7 @@ def presets(name: str | None) -> None:
 
 
 @click.command()
-@click.argument("flow", type=FLOWS, required=False)
+@click.argument("flow", type=click.Choice([*ENTRYPOINTS]), required=False)
 @click.argument("overrides", nargs=-1, metavar="[FIELD=VALUE]...")
 @click.option("--pool", help="Work pool of the deployments, made if need be.  [default: loopwright]")
 @click.option("--pool-limit", type=click.IntRange(1), help="Runs at a time in the pool. Default: as it is; new: by the GPUs.")
@@ -129,7 +129,7 @@ def _target(
     if cron is not None:
         _repeatable(flow, target.parameters or {})
     schedule = Schedule(cron, timezone) if cron is not None else None
-    return Target(target.flow, target.name, target.summary, target.parameters, schedule, concurrency)
+    return replace(target, schedule=schedule, concurrency=concurrency)
 
 
 def _parameters(flow: str, path: Path | None, overrides: tuple[str, ...], preset: str | None, whole: bool) -> Mapping[str, Any]:

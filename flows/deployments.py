@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from flows.automations import HEARTBEAT_S, SILENCE_S, Notification, apply_automations
-from flows.presets import PRESETS
+from flows.presets import ENTRYPOINTS, PRESETS
 from flows.services import POOL
 from flows.work_pools import MAINTENANCE_QUEUE, QUEUE, Change, apply_pool
 from trainers.errors import ConfigError
@@ -36,16 +37,6 @@ from trainers.errors import ConfigError
 LOCAL = "local"  # the deployment of a flow whose form is empty but for defaults
 SCHEDULE_SLUG = "loopwright"
 TAG = "loopwright"
-
-# By module, not by file: the worker runs the installed code, whatever folder it was started in.
-ENTRYPOINTS = {
-    "grpo": "flows.grpo.train_grpo",
-    "sft": "flows.sft.train_sft",
-    "sweep": "flows.sweep.sweep",
-    "evaluate": "flows.evaluate_flow.evaluate",
-    "serve": "flows.serving_flow.serve_model",
-    "reap": "flows.maintenance.reap",
-}
 
 
 @dataclass(frozen=True)
@@ -92,6 +83,12 @@ class Plan:
     pool_limit: int | None = None
     notification: Notification = field(default_factory=Notification)
     silence_s: float = SILENCE_S
+
+
+@cache
+def form_of(kind: str) -> dict[str, Any]:
+    """The JSON schema of a flow's parameters."""
+    return parameter_schema(load_flow(kind)).model_dump(exclude_unset=True)
 
 
 def load_flow(kind: str) -> Flow[..., Any]:
@@ -141,7 +138,7 @@ def wanted_fields(target: Target, pool: str) -> dict[str, Any]:
         "entrypoint": ENTRYPOINTS[target.flow],
         "description": target.summary or (flow.description or "").partition("\n\n")[0],
         "enforce_parameter_schema": True,
-        "parameter_openapi_schema": parameter_schema(flow).model_dump(exclude_unset=True),
+        "parameter_openapi_schema": form_of(target.flow),
         "job_variables": {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}},
         "tags": [TAG],
     }
@@ -193,14 +190,13 @@ def _refresh_others(client: SyncPrefectClient, done: set[tuple[str, str]]) -> It
     """Deployments of our flows that people added (`--name nightly`) get the form of the installed code."""
     for kind, entrypoint in ENTRYPOINTS.items():
         flow = load_flow(kind)
-        schema = parameter_schema(flow).model_dump(exclude_unset=True)
         for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[flow.name]))):
-            stale = found.parameter_openapi_schema != schema and found.entrypoint == entrypoint
+            stale = found.parameter_openapi_schema != form_of(kind) and found.entrypoint == entrypoint
             if not stale or (flow.name, found.name) in done:
                 continue
             what = f"deployment {flow.name}/{found.name}"
             try:
-                client.update_deployment(found.id, DeploymentUpdate(parameter_openapi_schema=schema))
+                client.update_deployment(found.id, DeploymentUpdate(parameter_openapi_schema=form_of(kind)))
                 yield Change(what, "updated", "parameter_openapi_schema")
             except PrefectHTTPStatusError as error:
                 yield Change(what, "STALE", f"its parameters do not fit the installed version: {_reason(error)}")

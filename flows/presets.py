@@ -1,7 +1,8 @@
-"""Named starting points for common cases: `loopwright run grpo --preset NAME`, and one deployment each, its form filled in.
+"""The flows, and named starting points for common cases of them: `loopwright run grpo --preset NAME`.
 
-A preset is the part of a config that is the same for everyone in its case. It names no dataset, and a model only where the
-case is about a small one; a test completes each with both and validates it against its run config.
+A preset is the part of a config that is the same for everyone in its case; a deployment of its own has its form filled in with
+it. It names no dataset, and a model only where the case is about a small one; a test completes each with both and validates it
+against its run config.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.errors import ConfigError
+
+# What is deployed. By module, not by file: the worker runs the installed code, whatever folder it was started in.
+ENTRYPOINTS = {
+    "grpo": "flows.grpo.train_grpo",
+    "sft": "flows.sft.train_sft",
+    "sweep": "flows.sweep.sweep",
+    "evaluate": "flows.evaluate_flow.evaluate",
+    "serve": "flows.serving_flow.serve_model",
+    "reap": "flows.maintenance.reap",
+}
 
 
 @dataclass(frozen=True)

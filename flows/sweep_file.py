@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from flows.config import RUN_CONFIGS
-from flows.config_file import ConfigErrors, describe, merge_into, nest
+from flows.config_file import ConfigErrors, describe, merge_into, nest, parse_override, read_tree
 from flows.sweep_config import Dimension, SweepConfig
-from flows.yaml_text import parse_yaml
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
@@ -24,15 +21,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """
     tree = _read(path)
     for override in overrides:
-        name, equals, text = override.partition("=")
-        parts = name.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigErrors([f"command line: `{override}` is not of the form field=value"])
-        try:
-            value = parse_yaml(text) if text else ""
-        except yaml.YAMLError as error:
-            raise ConfigErrors([f"command line: `{override}`: {' '.join(str(error).split())}"]) from None
-        _override(tree, parts, value)
+        _override(tree, *parse_override(override))
     return sweep_config(tree, path.parent)
 
 
@@ -52,15 +41,7 @@ def sweep_config(tree: dict[str, Any], folder: Path | None = None) -> SweepConfi
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-    except OSError as error:
-        raise ConfigErrors([f"{path}: cannot be read: {error.strerror}"]) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigErrors([f"{path}: {' '.join(str(error).split())}"]) from None
-    if not isinstance(tree, dict):
-        raise ConfigErrors([f"{path}: a sweep is a mapping of fields to values, this is a {type(tree).__name__}"])
+    tree = read_tree(path, "a sweep")
     if "space" not in tree and {*RUN_CONFIGS["sft"].model_fields} - {*SweepConfig.model_fields} & {*tree}:
         raise ConfigErrors([f"{path}: this looks like a run config: a sweep names it in `base_file`, and has a `space`"])
     return tree

@@ -17,7 +17,7 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
-from infra.leases import visible_gpus
+from infra.gpus import visible_gpus
 
 QUEUE, MAINTENANCE_QUEUE = "default", "maintenance"
 GPUS_PER_RUN = 2  # of a config that does not say: one server, one rank

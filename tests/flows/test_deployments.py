@@ -21,8 +21,8 @@ from flows.automations import CRASHED, NO_HEARTBEAT, NOTIFY, Notification
 from flows.cli import cli
 from flows.config import RUN_CONFIGS
 from flows.config_file import load_config
-from flows.deployments import ENTRYPOINTS, Plan, deploy, standard_targets
-from flows.presets import PRESETS, Preset
+from flows.deployments import Plan, deploy, standard_targets
+from flows.presets import ENTRYPOINTS, PRESETS, Preset
 from flows.work_pools import GPUS_PER_RUN, RUNS_WITHOUT_GPUS, default_limit
 from tests.support.prefect_server import PrefectServer, prefect_server
 from tests.support.waiting import wait_until
