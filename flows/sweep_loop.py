@@ -122,6 +122,8 @@ class SweepLoop:
                 self.study.take_up(number, row.params)
             if number in self._processes:
                 self._active[number] = row
+                if row.status != "RUNNING":
+                    self.runner.stop(number)
             elif row.status == "RUNNING":
                 self._waiting.append((0.0, row))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,6 +108,29 @@ def test_a_database_that_is_away_for_a_moment_ends_nothing(writes: dict[str, int
     sweep.run(Faults(at, after, outage))
     check_whole(sweep)
     assert max(sweep.runner.starts.values()) == 1
+
+
+class AfterPruned(Faults):
+    """The database goes away when it has just taken that a trial is stopped."""
+
+    def around(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = write(*arguments, **options)
+            if options.get("status") == "PRUNED" and not self.count:
+                self.count = 1
+                raise outage()
+            return result
+
+        return call
+
+
+def test_a_trial_that_was_to_be_stopped_when_the_database_went_away_is_stopped() -> None:
+    sweep = FakeSweep(value, space={"learning_rate": [1.0, 2.0, 9.0]}, parallel=1, pruning=MEDIAN, seed=0)
+    sweep.run(faults := AfterPruned())
+    check_whole(sweep)
+    assert faults.count == 1
+    stopped = [sweep.registry.get_run(f"s-t{row.number}") for row in sweep.trials if row.status == "PRUNED"]
+    assert stopped and all(run.status == "KILLED" for run in stopped)
 
 
 def test_a_trial_that_is_worse_is_stopped_and_frees_its_place() -> None:
