@@ -8,18 +8,18 @@ MLflow's clients send MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD by t
 from __future__ import annotations
 
 import base64
-import hmac
 import os
 from pathlib import Path
 from typing import Any
 
+from infra.vllm_plugin.loopwright_vllm.guard import Guard
+
 PLUGIN = Path(__file__).parent / "mlflow_plugin"
 APP_NAME = "loopwright"
-OPEN_PATHS = frozenset({"/health"})
 
 
-class Guard:
-    """ASGI middleware: 401 unless the request carries the user and password (HTTP Basic).
+class PasswordMiddleware(Guard):
+    """Answers 401 unless the request carries the user and password (HTTP Basic).
 
     Raises:
         RuntimeError: there is no password to ask for.
@@ -28,33 +28,14 @@ class Guard:
     def __init__(self, app: Any, user: str, password: str) -> None:
         if not user or not password:
             raise RuntimeError("MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD are not set, and it asks for both")
-        self.app = app
-        self._expected = base64.b64encode(f"{user}:{password}".encode())
-
-    def _allowed(self, scope: Any) -> bool:
-        if scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
-            return True
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        return scheme.lower() == b"basic" and hmac.compare_digest(token.strip(), self._expected)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] not in ("http", "websocket") or self._allowed(scope):  # "lifespan" has no client
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "password missing or wrong"})
-        else:
-            body = b'{"error_code": "UNAUTHENTICATED", "message": "password missing or wrong: set MLFLOW_TRACKING_PASSWORD"}'
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b'Basic realm="loopwright mlflow"')]
-            headers.append((b"content-length", str(len(body)).encode()))
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+        body = b'{"error_code": "UNAUTHENTICATED", "message": "password missing or wrong: set MLFLOW_TRACKING_PASSWORD"}'
+        token = base64.b64encode(f"{user}:{password}".encode())
+        super().__init__(app, "Basic", token, b'Basic realm="loopwright mlflow"', body, "password missing or wrong")
 
 
-def app() -> Guard:
+def app() -> PasswordMiddleware:
     """MLflow's application behind the password that its clients use."""
     from mlflow.server.fastapi_app import app as mlflow_app
 
-    return Guard(mlflow_app, os.environ.get("MLFLOW_TRACKING_USERNAME", ""), os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))
+    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
+    return PasswordMiddleware(mlflow_app, user, password)

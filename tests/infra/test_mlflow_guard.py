@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.mlflow_guard import APP_NAME, PLUGIN, Guard
+from infra.mlflow_guard import APP_NAME, PLUGIN, PasswordMiddleware
 from infra.mlflow_server import command, guarded
 
 
@@ -19,7 +19,9 @@ async def behind(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client(user: str = "loopwright", password: str = "right") -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(Guard(behind, user, password)), base_url="http://mlflow")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(PasswordMiddleware(behind, user, password)), base_url="http://mlflow"
+    )
 
 
 async def test_only_the_password_opens_anything_but_the_health_page() -> None:
@@ -54,13 +56,13 @@ async def test_a_web_socket_without_the_password_is_closed() -> None:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await Guard(behind, "u", "p")({"type": "websocket", "path": "/ws", "headers": []}, None, send)
+    await PasswordMiddleware(behind, "u", "p")({"type": "websocket", "path": "/ws", "headers": []}, None, send)
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_there_is_no_server_without_a_password() -> None:
     with pytest.raises(RuntimeError, match="MLFLOW_TRACKING_PASSWORD are not set"):
-        Guard(behind, "loopwright", "")
+        PasswordMiddleware(behind, "loopwright", "")
 
 
 def test_mlflow_finds_it_and_no_password_is_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
