@@ -5,7 +5,7 @@ The folder above this package is put on the server's PYTHONPATH; vLLM finds `reg
 
     --weight-transfer-config '{"backend": "loopwright"}'            engine.py: how weights arrive
     --worker-extension-cls loopwright_vllm.worker.WorkerExtension   worker.py: what a worker says of itself, one-call updates
-    --middleware loopwright_vllm.auth.KeyMiddleware                 auth.py, guard.py: the key; control.py: POST /loopwright/sync
+    --middleware loopwright_vllm.auth.KeyMiddleware                 auth.py, guard.py: key; control.py: POST /loopwright/sync
 """
 
 BACKEND = "loopwright"
