@@ -164,8 +164,8 @@ def tracking_seconds(folder: Path) -> float:
     from infra.leases import LeaseManager
     from infra.mlflow_server import MLflowServer
     from infra.registry import Registry
+    from infra.registry_writer import RegistryWriter
     from infra.tracking import Tracker
-    from trainers.main import RegistryWriter
 
     folder.mkdir()
     registry = Registry(folder / "registry.db")

@@ -15,9 +15,9 @@ from sqlalchemy.exc import OperationalError
 from infra import patience
 from infra.patience import open_patiently, out_of_reach, patient, patiently, plain
 from infra.registry import Registry, RunNotFound
+from infra.registry_writer import RegistryWriter
 from tests.support.postgres import PostgresServer
 from tests.support.waiting import wait_until
-from trainers.main import RegistryWriter
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.registry import URL_VARIABLE, Registry
+from infra.registry_writer import RegistryWriter
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import wait_until
 from trainers import main as module
@@ -172,7 +173,7 @@ def test_a_database_out_of_reach_costs_a_warning_and_merges_progress(caplog):
             if len(written) == 1:
                 raise OSError("database is locked")
 
-    writer = module.RegistryWriter(Slow(), "r")
+    writer = RegistryWriter(Slow(), "r")
     for step in (1, 2, 3):
         writer.progress({"step": step})
     gate.set()
