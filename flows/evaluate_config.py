@@ -6,8 +6,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from flows.config import RetryConfig, TrackingConfig
 from flows.config_servers import ServerConfig
-from trainers.config import CallableSpec, DatasetConfig, DType, StrictModel
+from trainers.config import DType, StrictModel
 from trainers.config_base import number_fields
+from trainers.config_parts import CallableSpec, DatasetConfig
 
 
 class EvaluateConfig(StrictModel):

@@ -15,7 +15,7 @@ from typing import Any
 from flows.config import GRPORunConfig, RunConfig
 from flows.config_file import ConfigErrors
 from flows.convert import resolve_model
-from trainers.config import CallableSpec, DatasetConfig
+from trainers.config_parts import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 from trainers.training_arguments import missing_logger

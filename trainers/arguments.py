@@ -19,7 +19,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from trainers.config import CallableSpec, GRPOConfig, TrainerConfig
+from trainers.config import GRPOConfig, TrainerConfig
+from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError
 from trainers.rollouts.payload import in_rollout_process
 from trainers.training_arguments import FIXED, REFUSED

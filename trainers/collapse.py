@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainers.config import CollapseConfig
+from trainers.config_parts import CollapseConfig
 
 
 def collapsed(history: Sequence[Mapping[str, Any]], rule: CollapseConfig) -> str | None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers.config import DatasetConfig, TrainerConfig
+from trainers.config import TrainerConfig
+from trainers.config_parts import DatasetConfig
 from trainers.errors import ConfigError, DatasetError
 from trainers.rollouts.chat import Chat
 from trainers.streams import Stream, is_stream, require_columns, row_bytes

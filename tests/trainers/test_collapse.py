@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainers.collapse import collapsed
-from trainers.config import CollapseConfig
+from trainers.config_parts import CollapseConfig
 from trainers.errors import DivergenceError
 
 RULE = CollapseConfig(above=0.5, below=0.1, steps=3)

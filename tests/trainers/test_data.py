@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.fake_engine import CharTokenizer, fake_config
-from trainers.config import DatasetConfig, SFTConfig
+from trainers.config import SFTConfig
+from trainers.config_parts import DatasetConfig
 from trainers.data import PromptBuilder, Rows, check_columns, load_rows
 from trainers.errors import DatasetError
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_until
-from trainers.config import CallableSpec
+from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError
 from trainers.rewards import (
     accuracy_reward,

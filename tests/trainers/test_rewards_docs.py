@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trainers import rewards
-from trainers.config import CallableSpec
+from trainers.config_parts import CallableSpec
 from trainers.rewards import load_callable, reward_name
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")

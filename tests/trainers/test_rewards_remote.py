@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from trainers.config import CallableSpec
+from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError, ServerError
 from trainers.metrics import MetricBag
 from trainers.rewards import RewardModel, load_callable, reward_name

@@ -15,7 +15,7 @@ import pytest
 from tests.support.fake_engine import FakeSource, fake_config, fake_engine, settle
 from tests.support.streams import Counted, Plain
 from tests.support.trainer_life import Trainer, finish_all, run_out
-from trainers.config import DatasetConfig, EvalConfig
+from trainers.config_parts import DatasetConfig, EvalConfig
 from trainers.data import as_data, check_columns, load_data
 from trainers.errors import ConfigError, DatasetError, NoProgress
 from trainers.rollouts import reading

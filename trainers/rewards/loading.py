@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainers.config import CallableSpec
+from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError
 from trainers.references import resolve
 
