@@ -88,17 +88,14 @@ class Scene:
 
     def trigger(self, name: str, **fields: Any) -> str:
         """Start a run as Prefect's pages do; the flow run's id."""
-        deployment = self.api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
-        parameters = {"parameters": {"config": self.config(name, **fields)}}
-        answer = self.api.post(f"/deployments/{deployment}/create_flow_run", json=parameters)
-        return answer.raise_for_status().json()["id"]
+        return runs_for_real.trigger(self.api, self.config(name, **fields))
 
     def set_state(self, flow_run: str, kind: str, name: str) -> None:
         state = {"state": {"type": kind, "name": name}, "force": kind == "SCHEDULED"}
         self.api.post(f"/flow_runs/{flow_run}/set_state", json=state).raise_for_status()
 
     def state(self, flow_run: str) -> dict[str, Any]:
-        return self.api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
+        return runs_for_real.state_of(self.api, flow_run)
 
     def run(self, name: str) -> RunRow:
         return self.registry.get_run(name)

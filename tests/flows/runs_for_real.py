@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
+
+from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import wait_until
 
 LOOPWRIGHT = (sys.executable, "-c", "from flows.cli import main; main()")
 
@@ -50,6 +53,39 @@ def write_experiment(folder: Path, model: Path, prompts: int, **fields: Any) -> 
     return path
 
 
+def sft_config(folder: Path, name: str, rows: int = 1, **fields: Any) -> dict[str, Any]:
+    """The config of a supervised run of a tiny model on `rows` sums, both made in `folder`."""
+    sums = [{"prompt": f"{index}+{index}=", "completion": str(2 * index)} for index in range(rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return {
+        "name": name,
+        "model": str(build_tiny_model(folder / "model")),
+        "dataset": {"path": str(folder / "rows.jsonl")},
+        "max_steps": 2,
+        "max_length": 64,
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": False,
+        **fields,
+    }
+
+
+def trigger(api: httpx.Client, config: dict[str, Any]) -> str:
+    """Start a supervised run as Prefect's pages do; the flow run's id."""
+    deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
+    created = api.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": {"config": config}})
+    return created.raise_for_status().json()["id"]
+
+
+def state_of(api: httpx.Client, flow_run: str) -> dict[str, Any]:
+    return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
+
+
+def wait_for_end(api: httpx.Client, flow_run: str, timeout_s: float = 280.0) -> dict[str, Any]:
+    """The state in which the flow run ended."""
+    going = ("SCHEDULED", "PENDING", "RUNNING")
+    return wait_for(lambda: (state := state_of(api, flow_run))["type"] not in going and state, "the flow run ends", timeout_s)
+
+
 def start(*arguments: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
     """`loopwright ARGUMENTS`, its output in `log`."""
     with log.open("ab") as output:
@@ -57,12 +93,7 @@ def start(*arguments: str, log: Path, **environment: str) -> subprocess.Popen[by
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 280.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:.0f} s in vain: {what}")
-        time.sleep(0.2)
-    return value
+    return wait_until(condition, timeout_s, what, every_s=0.2)
 
 
 def processes(home: Path, containing: str = "") -> list[int]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flows.automations import HEARTBEAT_S
 from flows.deployments import Plan, deploy, standard_targets
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, wait_for
+from tests.flows.runs_for_real import processes, sft_config, state_of, trigger, wait_for
 from tests.support.prefect_server import PrefectServer, prefect_server
-from tests.support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -49,23 +46,10 @@ def test_a_run_killed_with_its_worker_ends_crashed_and_is_reaped(
     server: PrefectServer, workers: list[subprocess.Popen[bytes]], home: Path, tmp_path: Path
 ) -> None:
     deploy(Plan(standard_targets(["sft", "reap"]), silence_s=HEARTBEAT_S + 15))
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
-    config: dict[str, Any] = {
-        "name": "lost",
-        "model": str(build_tiny_model(tmp_path / "model")),
-        "dataset": {"path": str(tmp_path / "rows.jsonl")},
-        "max_steps": 10_000_000,
-        "num_train_epochs": 10_000_000,
-        "save_steps": 1_000_000,
-        "max_length": 64,
-        "per_device_train_batch_size": 1,
-        "gradient_checkpointing": False,
-    }
+    config = sft_config(tmp_path, "lost", max_steps=10_000_000, num_train_epochs=10_000_000, save_steps=1_000_000)
     workers.append(work(server, home))
     with server.api() as api:
-        local = api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
-        created = api.post(f"/deployments/{local}/create_flow_run", json={"parameters": {"config": config}})
-        flow_run = created.raise_for_status().json()["id"]
+        flow_run = trigger(api, config)
         registry = Registry()
         wait_for(lambda: (run := registry.find_run("lost")) and run.progress.get("step"), "the run trains")
         owner = registry.get_run("lost").owner
@@ -73,13 +57,9 @@ def test_a_run_killed_with_its_worker_ends_crashed_and_is_reaped(
         workers[0].kill()
         os.kill(owner.pid, signal.SIGKILL)
         workers[0].wait()
-
-        def state(run: str) -> dict[str, Any]:
-            return api.get(f"/flow_runs/{run}").raise_for_status().json()["state"]
-
-        assert state(flow_run)["type"] == "RUNNING"  # nobody is left to say otherwise
-        wait_for(lambda: state(flow_run)["type"] == "CRASHED", "the automation notices the silence", 400)
-        assert "no heartbeat" in state(flow_run)["message"]
+        assert state_of(api, flow_run)["type"] == "RUNNING"  # nobody is left to say otherwise
+        wait_for(lambda: state_of(api, flow_run)["type"] == "CRASHED", "the automation notices the silence", 400)
+        assert "no heartbeat" in state_of(api, flow_run)["message"]
 
         workers.append(work(server, home))
         reaper = api.get("/deployments/name/reap/local").json()["id"]

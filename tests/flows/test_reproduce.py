@@ -16,6 +16,7 @@ from flows.cli import cli
 from flows.reproduce import ReproduceRefused, plan, start
 from infra import provenance
 from infra.registry import Registry
+from tests.flows.runs_for_real import sft_config
 from tests.support.tiny_model import build_tiny_model
 
 # Both on one Prefect server, which takes longer to start than a run.
@@ -31,20 +32,8 @@ with prefect_api.api():
 
 def experiment(folder: Path) -> Path:
     folder.mkdir()
-    rows = [{"prompt": f"{index}+{index}=", "completion": str(2 * index)} for index in range(24)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "name": "first",
-        "model": str(build_tiny_model(folder / "model")),
-        "dataset": {"path": str(folder / "rows.jsonl")},
-        "max_steps": 6,
-        "save_steps": 3,
-        "max_length": 64,
-        "learning_rate": 1e-3,
-        "seed": 7,
-        "per_device_train_batch_size": 4,
-        "gradient_checkpointing": False,
-    }
+    fields = {"max_steps": 6, "save_steps": 3, "learning_rate": 1e-3, "seed": 7, "per_device_train_batch_size": 4}
+    config = sft_config(folder, "first", rows=24, **fields)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from flows import services
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, start, wait_for
-from tests.support.tiny_model import build_tiny_model
+from tests.flows.runs_for_real import processes, sft_config, start, state_of, trigger, wait_for, wait_for_end
 
 
 @pytest.mark.timeout(900)
@@ -37,35 +35,19 @@ def test_a_flow_started_through_the_api_fails_with_its_cause_and_is_retried_to_i
 
 def _fails_then_finishes(api: httpx.Client, folder: Path, url: str) -> None:
     deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()
-    schema = deployment["parameter_openapi_schema"]
-    form = schema["definitions"]["SFTRunConfig"]["properties"]
+    form = deployment["parameter_openapi_schema"]["definitions"]["SFTRunConfig"]["properties"]
     assert form["max_length"]["minimum"] == 2 and "Longest sequence" in form["max_length"]["description"]
     assert "output_dir" not in form
 
     # A completion that is a number: the columns are there, so only the trainer finds out.
-    rows = folder / "rows.jsonl"
+    config, rows = sft_config(folder, "retried", num_train_epochs=4), folder / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": 2}) + "\n")
-    config: dict[str, Any] = {
-        "name": "retried",
-        "model": str(build_tiny_model(folder / "model")),
-        "dataset": {"path": str(rows)},
-        "max_steps": 2,
-        "num_train_epochs": 4,
-        "max_length": 64,
-        "per_device_train_batch_size": 1,
-        "gradient_checkpointing": False,
-    }
-    created = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={"parameters": {"config": config}})
-    flow_run = created.raise_for_status().json()["id"]
-
-    def state() -> dict[str, Any]:
-        return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
-
-    wait_for(lambda: state()["type"] not in ("SCHEDULED", "PENDING", "RUNNING"), "the flow run ends")
+    flow_run = trigger(api, config)
+    ended = wait_for_end(api, flow_run)
     failed = Registry().get_run("retried")
-    assert (state()["type"], failed.status) == ("FAILED", "FAILED")
+    assert (ended["type"], failed.status) == ("FAILED", "FAILED")
     assert "column `completion` holds 2" in str(failed.cause)
-    assert state()["message"].splitlines()[0] == str(failed.cause).splitlines()[0]
+    assert ended["message"].splitlines()[0] == str(failed.cause).splitlines()[0]
 
     # A retry within the second in which the worker sees the process end would be overwritten by its report of a crash.
     log = Path(os.environ["LOOPWRIGHT_HOME"]) / "prefect" / "worker.log"
@@ -73,9 +55,9 @@ def _fails_then_finishes(api: httpx.Client, folder: Path, url: str) -> None:
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     retry = [sys.executable, "-m", "prefect", "flow-run", "retry", flow_run]
     subprocess.run(retry, env={**os.environ, "PREFECT_API_URL": url}, check=True, capture_output=True)
-    wait_for(lambda: state()["type"] not in ("FAILED", "SCHEDULED", "PENDING", "RUNNING"), "the retried flow run ends")
+    wait_for(lambda: state_of(api, flow_run)["type"] != "FAILED", "the flow run is retried")
+    found = wait_for_end(api, flow_run)
     done = Registry().get_run("retried")
-    found = state()
     assert (found["type"], done.status, done.id) == ("COMPLETED", "FINISHED", failed.id), (found["message"], done.cause)
     assert done.prefect_flow_run_id == flow_run
     assert [attempt.status for attempt in Registry().list_attempts(done.id)] == ["FAILED", "FINISHED"]

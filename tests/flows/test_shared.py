@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,8 +25,7 @@ from flows.sharing import shared_host
 from infra.errors import InfraError
 from infra.keys import keys_file, read_keys
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, start, wait_for
-from tests.support.tiny_model import build_tiny_model
+from tests.flows.runs_for_real import processes, sft_config, start, trigger, wait_for, wait_for_end
 from trainers.errors import ConfigError
 
 CANARIES = {
@@ -95,34 +93,16 @@ def test_nothing_answers_without_a_key_and_a_run_leaves_no_secret(shared: connec
 
 
 def _a_run_to_its_end(up: connections.Up, folder: Path) -> None:
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(8)))
     (folder / "reward.py").write_text(REWARD)
-    config: dict[str, Any] = {
-        "name": "canary",
-        "model": str(build_tiny_model(folder / "model")),
-        "dataset": {"path": str(rows)},
-        "max_steps": 2,
-        "max_length": 64,
-        "per_device_train_batch_size": 2,
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"token": "${oc.env:MODEL_SECRET}"},
-        "eval": {
-            "dataset": {"path": str(rows), "max_rows": 1},
-            "reward_func": {"path": f"{folder}/reward.py:reward", "kwargs": {"judge": "${oc.env:JUDGE}"}},
-        },
+    config = sft_config(folder, "canary", rows=8, per_device_train_batch_size=2)
+    config["model_init_kwargs"] = {"token": "${oc.env:MODEL_SECRET}"}
+    config["eval"] = {
+        "dataset": {**config["dataset"], "max_rows": 1},
+        "reward_func": {"path": f"{folder}/reward.py:reward", "kwargs": {"judge": "${oc.env:JUDGE}"}},
     }
     auth = connections.prefect_login(connections.client_environment(up, environ={}))
     with httpx.Client(base_url=up.prefect_url, auth=auth, timeout=30.0, trust_env=False) as api:
-        deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()
-        created = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={"parameters": {"config": config}})
-        flow_run = created.raise_for_status().json()["id"]
-
-        def state() -> dict[str, Any]:
-            return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
-
-        wait_for(lambda: state()["type"] not in ("SCHEDULED", "PENDING", "RUNNING"), "the flow run ends", 400)
-        ended = state()
+        ended = wait_for_end(api, trigger(api, config), 400)
     run = Registry().get_run("canary")
     assert (ended["type"], run.status) == ("COMPLETED", "FINISHED"), (ended["message"], run.cause)
     assert run.stages["train"]["step"] == 2 and run.stages["evaluate"]["accuracy"] == 1.0

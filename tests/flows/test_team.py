@@ -10,16 +10,14 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from flows import services
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, start, wait_for
+from tests.flows.runs_for_real import processes, sft_config, start, trigger, wait_for, wait_for_end
 from tests.support.postgres import PASSWORD, PostgresServer
-from tests.support.tiny_model import build_tiny_model
 
 
 @pytest.mark.slow
@@ -84,27 +82,10 @@ def _has_trigrams(url: str) -> bool:
 
 
 def _run(prefect_url: str, folder: Path) -> None:
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
-    config: dict[str, Any] = {
-        "name": "team",
-        "model": str(build_tiny_model(folder / "model")),
-        "dataset": {"path": str(folder / "rows.jsonl")},
-        "max_steps": 2,
-        "num_train_epochs": 4,
-        "max_length": 64,
-        "per_device_train_batch_size": 1,
-        "gradient_checkpointing": False,
-    }
     with httpx.Client(base_url=prefect_url, timeout=60.0, trust_env=False) as api:
-        deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
-        created = api.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": {"config": config}})
-        flow_run = created.raise_for_status().json()["id"]
-
-        def state() -> dict[str, Any]:
-            return api.get(f"/flow_runs/{flow_run}").raise_for_status().json()["state"]
-
-        wait_for(lambda: state()["type"] not in ("SCHEDULED", "PENDING", "RUNNING"), "the flow run ends", 500)
-        assert state()["type"] == "COMPLETED", state()["message"]
+        flow_run = trigger(api, sft_config(folder, "team", num_train_epochs=4))
+        state = wait_for_end(api, flow_run, 500)
+        assert state["type"] == "COMPLETED", state["message"]
 
 
 def _backup_and_restore(server: PostgresServer, source: str, target: str) -> None:
