@@ -269,12 +269,8 @@ class StepEngine:
             held = time.monotonic()
             self._changed.clear()
             await self._changed.wait()
-            if verdict == "hold_full":
-                self._metrics_backpressure(time.monotonic() - held)
-
-    def _metrics_backpressure(self, seconds: float) -> None:
-        if self.algorithm.generates:
-            self._metrics.add("rollout/backpressure_s", seconds)
+            if verdict == "hold_full" and self.algorithm.generates:
+                self._metrics.add("rollout/backpressure_s", time.monotonic() - held)
 
     def _situation(self) -> Situation:
         steps, request = self._steps, self._steps.request
