@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flows.config_file import ConfigErrors, describe, merge_into, override_layers
+from flows.config_file import ConfigErrors, describe, merge_into, override_layers, read_tree
 from flows.evaluate_config import EvaluateConfig
-from flows.yaml_text import parse_yaml
 
 
 def load_evaluation(path: Path | None, overrides: Sequence[str] = ()) -> EvaluateConfig:
@@ -23,12 +22,7 @@ def load_evaluation(path: Path | None, overrides: Sequence[str] = ()) -> Evaluat
     origins: dict[str, str] = {}
     layers = list(override_layers(overrides))
     if path is not None:
-        try:
-            content = parse_yaml(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigErrors([f"{path}: cannot be read: {' '.join(str(error).split())}"]) from None
-        if not isinstance(content, dict):
-            raise ConfigErrors([f"{path}: an evaluation is a mapping of fields to values, this is a {type(content).__name__}"])
+        content = read_tree(path, "an evaluation")
         layers.insert(0, (str(path), content))
     for source, layer in layers:
         merge_into(tree, dict(layer), source, origins)
