@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -41,6 +42,7 @@ from infra.keys import keys_file, read_keys
 from infra.leases import LeaseManager, PortLease
 from infra.outbox import write_atomically
 from infra.process import Supervised, alive, current_owner
+from infra.redaction import redact, redact_logs
 from infra.registry import Registry
 from trainers.errors import ConfigError, LoopwrightError
 
@@ -172,11 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = "PREFECT_API_URL" not in os.environ
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    redact_logs()
     try:
         with ExitStack() as stack:
             _serve(stack, options)
     except Stopped:
         print("stopped", flush=True)
+    except Exception:
+        print(redact(traceback.format_exc()), flush=True)
+        return 1
     finally:
         up_file().unlink(missing_ok=True)
         if ours:

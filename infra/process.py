@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import supervisor
-from infra.redaction import redact
+from infra.redaction import known_secrets, redact
 from infra.supervisor import MARK, alive, process_start_time
 
 __all__ = ["Supervised", "alive", "current_owner", "kill_marked", "marked", "process_start_time"]
@@ -60,7 +60,7 @@ class Supervised:
         cwd: str | os.PathLike[str] | None = None,
         grace_s: float = 10.0,
     ) -> Supervised:
-        """Start `command`; its output is appended to `log`.
+        """Start `command`; its output is appended to `log`, without the secrets that this process and `command` know of.
 
         `env` is the whole environment (None: this process's). `lease` names everything the command will start, so give
         each command its own. `owner` (default: this process) is whom the command must not outlive. OSError when the command
@@ -86,12 +86,15 @@ class Supervised:
         arguments += ["--lease", lease, "--status", status_name, "--log", str(log_path), "--grace", str(grace_s), "--"]
         process = subprocess.Popen(
             arguments + [os.fspath(part) for part in command],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**(os.environ if env is None else env), MARK: lease},
             cwd=cwd,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as secrets:
+            secrets.write(json.dumps(sorted(known_secrets())).encode())
         status_path = Path(status_name)
         status = _first_status(status_path, process)
         if status.get("pid") is None:

@@ -1,11 +1,13 @@
-"""Secrets out of texts that are stored or shown: causes, tracebacks, ends of logs, log records.
+"""Secrets out of texts that are stored or shown: causes, tracebacks, log records, and all that a process of ours prints.
 
     known values    what a variable of the environment with a secret's name holds (`HF_TOKEN`, `…_PASSWORD`, `…_API_KEY`), the
                     password inside a variable's URL (`LOOPWRIGHT_REGISTRY_URL`), and what `protect_references` found
-    key-like texts  `hf_…`, `sk-…`, `AKIA…`, `Bearer …`, `password=…`, passwords inside URLs
+    key-like texts  `hf_…`, `sk-…`, `AKIA…`, `Bearer …`, `password=…`, passwords and signatures inside URLs
 
 Both become `(removed)`. A safety net, not a way to handle secrets: configs name them by reference and nothing prints them.
 A secret that is shorter than 6 characters, or was encoded or cut, is not recognised.
+
+Standard library only: `infra.supervisor` uses it for what its command prints, isolated from installed packages.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from infra.tracking_params import REMOVED, is_secret
 
 MIN_CHARS = 6  # what is shorter would be found inside ordinary words
+MIN_LINE_CHARS = 16  # of a secret of several lines
 
 _NAME = re.compile(r"AUTH_STRING$|(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)(_|$)", re.IGNORECASE)
 # Variables that say where a secret is, or how long it lasts; their values are no secrets.
@@ -31,7 +34,16 @@ _NAMED = (
     r"api[_-]?key|secret[_-]?access[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|auth[_-]?string|password|passwd"
 )
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(\w[\w+.\-]*://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    # From `://` on: a scheme before it would be looked for from every character of a long word.
+    (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    (
+        re.compile(
+            r"([?&](?:token|access_token|auth|key|api_?key|sig|signature|x-amz-(?:signature|credential|security-token))=)"
+            rf"(?!{re.escape(REMOVED)})[^&\s'\"<>#]+",
+            re.IGNORECASE,
+        ),
+        rf"\1{REMOVED}",
+    ),
     (re.compile(r"\b(Bearer|Basic)\s+(?=\S*[0-9=])[A-Za-z0-9+/=._~\-]{8,}"), rf"\1 {REMOVED}"),
     (
         re.compile(
@@ -65,8 +77,8 @@ def _referenced(value: Any, environ: Mapping[str, str], inside: bool) -> Iterabl
         yield from filter(None, (environ.get(name) for name in _REFERENCE.findall(value)))
 
 
-def known_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Values that are secrets, the longest first, so that none is left behind as a part of another."""
+def known_secrets(environ: Mapping[str, str] = os.environ) -> set[str]:
+    """Values that are secrets. Of one that has several lines (a private key) each line is one, as logs show it."""
     found = set(_protected)
     for name, value in environ.items():
         if len(value) < MIN_CHARS:
@@ -76,7 +88,8 @@ def known_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
             found.update(value.split(":", 1)[1:] if name.upper().endswith("AUTH_STRING") else ())
         if "://" in value and "@" in value:
             found.update(_passwords(value))
-    return sorted((value for value in found if len(value) >= MIN_CHARS), key=len, reverse=True)
+    found.update([line for value in found for line in value.splitlines() if len(line) >= MIN_LINE_CHARS])
+    return {value for value in found if len(value) >= MIN_CHARS}
 
 
 def _passwords(url: str) -> Iterable[str]:
@@ -87,14 +100,28 @@ def _passwords(url: str) -> Iterable[str]:
     return {password, unquote(password)} if password else ()
 
 
+class Redactor:
+    """`redact` for many texts: what is secret is looked up once, here.
+
+    Args:
+        others: further values that are secrets.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, others: Iterable[str] = ()) -> None:
+        self.known = sorted({*known_secrets(environ), *others}, key=len, reverse=True)  # none is left as a part of another
+
+    def __call__(self, text: str) -> str:
+        for value in self.known:
+            if value in text:
+                text = text.replace(value, REMOVED)
+        for pattern, replacement in _SHAPES:
+            text = pattern.sub(replacement, text)
+        return text
+
+
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """`text` with secrets replaced."""
-    for value in known_secrets(environ):
-        if value in text:
-            text = text.replace(value, REMOVED)
-    for pattern, replacement in _SHAPES:
-        text = pattern.sub(replacement, text)
-    return text
+    return Redactor(environ)(text)
 
 
 def redact_logs() -> None:

@@ -2,11 +2,15 @@
 
     owner (flow, CLI)              watched by pid and start time, because pids are used again
       └─ supervisor                own session; subreaper, so grandchildren that lose their parent come to it
-          └─ CMD                   killed by the kernel when the supervisor dies (PR_SET_PDEATHSIG)
-              └─ …                 every descendant carries LOOPWRIGHT_LEASE=ID in its environment
+          ├─ CMD                   killed by the kernel when the supervisor dies (PR_SET_PDEATHSIG)
+          │   └─ …                 every descendant carries LOOPWRIGHT_LEASE=ID in its environment
+          └─ log writer (thread)   what they print, without secrets, to the log file (infra.log_writer)
+
+Secrets are what the command's environment holds under a secret's name, and what the owner writes to the supervisor's stdin: a
+JSON list. No file and no command line has them.
 
 Invariants
-- CMD ends, however it ends: every descendant is killed, then the status file is written.
+- CMD ends, however it ends: every descendant is killed, the log is written to its end, then the status file is.
 - The owner is gone, or SIGTERM/SIGINT comes: CMD gets SIGTERM, and after the grace period the whole tree gets SIGKILL. A second
   SIGTERM shortens the grace to nothing.
 - SIGKILL of the supervisor: the kernel kills CMD; what CMD left behind is found by the mark (`infra.reaper`).
@@ -25,10 +29,18 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+
+if not __package__:  # run by its path, isolated
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from infra.log_writer import LogWriter
+from infra.redaction import Redactor
 
 MARK = "LOOPWRIGHT_LEASE"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 OWNER_CHECK_S = 0.5
+LOG_S = 10.0  # for the log's last lines to be written
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -77,7 +89,7 @@ def write_status(path: str, status: dict) -> None:
     os.replace(temporary, path)
 
 
-def spawn(command: list[str], log: str, lease: str) -> subprocess.Popen:
+def spawn(command: list[str], output: int, lease: str) -> subprocess.Popen[bytes]:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -91,16 +103,15 @@ def spawn(command: list[str], log: str, lease: str) -> subprocess.Popen:
 
     # SPT_NOENV: setproctitle (vLLM's engine and workers call it) would otherwise wipe the mark from /proc/PID/environ.
     environment = {**os.environ, MARK: lease, "SPT_NOENV": "1"}
-    with open(log, "ab") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=in_child,  # safe: one thread, and exec follows at once
-        )
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=in_child,  # safe: one thread, and exec follows at once
+    )
 
 
 def reap_children(main: int) -> int | None:
@@ -144,6 +155,11 @@ def supervise(main: int, owner: tuple[int, float], grace_s: float) -> tuple[int,
                 os.kill(main, signal.SIGKILL)
 
 
+def log_writer(path: str) -> LogWriter:
+    """Of the log file, with the secrets of the command's environment and those on stdin."""
+    return LogWriter(path, Redactor(others=json.load(sys.stdin)))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.supervisor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--owner-pid", type=int, required=True)
@@ -159,15 +175,20 @@ def main(arguments: list[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD} | STOP_SIGNALS)
     status = {"supervisor_pid": os.getpid(), "pid": None, "pid_start": None, "returncode": None, "signal": None, "reason": ""}
     try:
-        child = spawn(command, options.log, options.lease)
+        log = log_writer(options.log)
+        source, output = os.pipe()
+        child = spawn(command, output, options.lease)
     except OSError as error:
         write_status(options.status, status | {"returncode": 127, "reason": f"cannot start {command[:1]}: {error}"})
         return 127
+    os.close(output)
+    log.start(source)
     status |= {"pid": child.pid, "pid_start": process_start_time(child.pid)}
     write_status(options.status, status)
     code, reason = supervise(child.pid, (options.owner_pid, options.owner_start), options.grace)
     child.returncode = code  # collected by reap_children; without this Popen would warn that it still runs
     kill_rest()
+    log.join(LOG_S)
     write_status(options.status, status | {"returncode": code, "signal": -code if code < 0 else None, "reason": reason})
     return code if code >= 0 else 128 - code
 
