@@ -142,38 +142,53 @@ def test_a_parameter_that_was_not_loaded_whole_has_no_plan():
 # Sparse updates ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+def patched(old: torch.Tensor, new: torch.Tensor) -> tuple[encoder.Patch, torch.Tensor]:
+    """The patch from one bucket of integers to another, and what the server makes of the old one with it."""
+    width = old.dtype.itemsize
+    old_bytes, new_bytes = old.view(torch.uint8), new.view(torch.uint8)
+    patch = encoder.encode(old_bytes, new_bytes, width, encoder.changed_words(old_bytes, new_bytes, width))
+    mirror = old_bytes.clone()
+    decoder.patch(mirror, width, patch.relative, patch.low, patch.streams)
+    return patch, mirror.view(old.dtype)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     words=st.integers(2, 3000).map(lambda n: 2 * n),
     share=st.sampled_from([0.0, 0.001, 0.02, 0.3, 1.0]),
-    wide=st.booleans(),
+    step=st.sampled_from(["small", "middling", "any", "redrawn"]),
     dtype=st.sampled_from([torch.int16, torch.int32]),
     seed=st.integers(0, 2**31),
 )
-def test_a_patch_gives_the_new_bucket_bit_by_bit(words, share, wide, dtype, seed):
+def test_a_patch_gives_the_new_bucket_bit_by_bit(words, share, step, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     info = torch.iinfo(dtype)
     old = torch.randint(info.min, info.max, (words,), generator=generator, dtype=dtype)
-    step = torch.randint(info.min if wide else -3, info.max if wide else 4, (words,), generator=generator, dtype=dtype)
-    new = torch.where(torch.rand(words, generator=generator) < share, old + step, old)
-    old_bytes, new_bytes, width = old.view(torch.uint8), new.view(torch.uint8), dtype.itemsize
-    at = encoder.changed_words(old_bytes, new_bytes, width)
-    patch = encoder.encode(old_bytes, new_bytes, width, at)
-    mirror = old_bytes.clone()
-    decoder.patch(mirror, width, *patch.streams)
-    assert torch.equal(mirror, new_bytes)
-    assert decoder.checksum(mirror) == encoder.checksum(new_bytes)
+    low, high = {"small": (-3, 4), "middling": (-500, 500)}.get(step, (info.min, info.max))
+    moved = old + torch.randint(low, high, (words,), generator=generator, dtype=dtype)
+    if step == "redrawn":
+        moved = (
+            torch.randn(words, generator=generator).to(torch.bfloat16 if dtype == torch.int16 else torch.float32).view(dtype)
+        )
+    new = torch.where(torch.rand(words, generator=generator) < share, moved, old)
+    patch, mirror = patched(old, new)
+    assert torch.equal(mirror, new)
+    assert decoder.checksum(mirror.view(torch.uint8)) == encoder.checksum(new.view(torch.uint8))
+    assert [stream.numel() for stream in patch.streams] == patch.sizes
 
 
-def test_two_per_cent_of_bfloat16_weights_by_one_step_take_under_three_per_cent_of_the_bytes():
+@pytest.mark.parametrize(("change", "most"), [("one step up", 0.016), ("a few steps", 0.016), ("redrawn", 0.026)])
+def test_two_per_cent_of_bfloat16_weights_take_under_three_per_cent_of_the_bytes(change, most):
     generator = torch.Generator().manual_seed(0)
-    old = torch.randn(1 << 20, generator=generator).bfloat16()
+    old = (0.02 * torch.randn(1 << 20, generator=generator)).bfloat16()
+    drawn = (0.02 * torch.randn(old.numel(), generator=generator)).bfloat16()
     bits = old.view(torch.int16)
-    moved = torch.rand(old.numel(), generator=generator) < 0.02
-    new = torch.where(moved, bits + 1, bits)
-    old_bytes, new_bytes = bits.view(torch.uint8), new.view(torch.uint8)
-    patch = encoder.encode(old_bytes, new_bytes, 2, encoder.changed_words(old_bytes, new_bytes, 2))
-    assert sum(patch.sizes) < 0.03 * old_bytes.numel()
+    steps = torch.randint(-4, 5, (old.numel(),), generator=generator, dtype=torch.int16)
+    moved = {"one step up": bits + 1, "a few steps": bits + steps, "redrawn": drawn.view(torch.int16)}[change]
+    new = torch.where(torch.rand(old.numel(), generator=generator) < 0.02, moved, bits)
+    patch, mirror = patched(bits, new)
+    assert torch.equal(mirror, new)
+    assert sum(patch.sizes) < most * old.numel() * 2
 
 
 def test_a_checksum_sees_a_flipped_bit_and_two_exchanged_words():
@@ -184,16 +199,34 @@ def test_a_checksum_sees_a_flipped_bit_and_two_exchanged_words():
     assert len({decoder.checksum(b) for b in (bucket, flipped, exchanged.view(torch.uint8))}) == 3
 
 
-def test_streams_that_do_not_fit_are_refused():
+def streams(gaps: list[int], table: list[int], codes: list[int], low: list[int], rare: list[int]) -> list[torch.Tensor]:
+    """Of a patch of 16-bit words whose high parts are whole words."""
+    short = [torch.tensor(values, dtype=torch.int16).view(torch.uint8) for values in (table, rare)]
+    given, packed, below = (torch.tensor(values, dtype=torch.uint8) for values in (gaps, codes, low))
+    return [given, short[0], packed, below, short[1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (streams([1, 1], [7], [0, 0], [], []), "2 positions, 2 bytes of codes"),
+        (streams([1, 1], [7], [0], [3], []), "1 of low parts"),
+        (streams([9, 9, 30], [7], [0, 0], [], []), "does not fit 32 words"),
+        (streams([1], [7], [15], [], []), "announces 1 rare values and has 0"),
+        (streams([1], [7], [0], [], [4]), "announces 0 rare values and has 1"),
+        (streams([1], [7], [1], [], []), "beyond its table of 1"),
+    ],
+)
+def test_streams_that_do_not_fit_are_refused(given, problem):
     bucket = torch.zeros(64, dtype=torch.uint8)
-    ones = torch.ones(3, dtype=torch.int8)
-    none = torch.empty(0, dtype=torch.int16)
-    with pytest.raises(ValueError, match="2 positions and 3 values"):
-        decoder.patch(bucket, 2, torch.tensor([1, 1], dtype=torch.uint8), ones, none)
-    with pytest.raises(ValueError, match="does not fit 32 words"):
-        decoder.patch(bucket, 2, torch.tensor([9, 9, 30], dtype=torch.uint8), ones, none)
-    with pytest.raises(ValueError, match="announces 1 wide values and has 0"):
-        decoder.patch(bucket, 2, torch.tensor([1], dtype=torch.uint8), torch.tensor([-128], dtype=torch.int8), none)
+    with pytest.raises(ValueError, match=problem):
+        decoder.patch(bucket, 2, True, 0, given)
+    assert not bucket.any()
+
+
+def test_a_cut_that_no_word_has_is_refused():
+    with pytest.raises(ValueError, match="2-byte words cannot have 2 low bytes"):
+        decoder.patch(torch.zeros(64, dtype=torch.uint8), 2, True, 2, streams([1], [7], [0], [], []))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Changes:
             at = sparse.changed_words(old, new, width)
             if not at.numel():
                 continue
-            if at.numel() * 2 > MOST * layout.nbytes:  # each takes two bytes at least
+            if at.numel() * 1.5 > MOST * layout.nbytes:  # what each takes at least
                 return None
             patches[index] = width, sparse.encode(old, new, width, at)
             total += sum(patches[index][1].sizes)
@@ -90,7 +90,13 @@ class Changes:
     ) -> Results:
         assert staging.layout is not None and self.acknowledged_as is not None, "patches without a base"
         changes = {
-            str(index): {"width": width, "sizes": patch.sizes, "checksum": sparse.checksum(staging.buckets[index])}
+            str(index): {
+                "width": width,
+                "relative": patch.relative,
+                "low": patch.low,
+                "sizes": patch.sizes,
+                "checksum": sparse.checksum(staging.buckets[index]),
+            }
             for index, (width, patch) in patches.items()
         }
         info: dict[str, Any] = {"layout": staging.layout.id, "sparse": changes, "base": self.acknowledged_as[1]}
@@ -102,7 +108,7 @@ class Changes:
         tensors = {
             f"{index}.{name}": stream.cpu()
             for index, (_, patch) in patches.items()
-            for name, stream in zip(("gaps", "small", "wide"), patch.streams, strict=True)
+            for name, stream in zip(sparse.STREAMS, patch.streams, strict=True)
         }
         results, self.bytes_sent = self.files.send(members, f"changes-{version}", tensors, info, version, staging.layout)
         return results
@@ -134,6 +140,6 @@ class Changes:
 
 def _joined(patch: sparse.Patch) -> torch.Tensor:
     """A patch's streams as bytes, filled up to whole words of 32 bits."""
-    parts = [stream.contiguous().view(torch.uint8) for stream in patch.streams]
+    parts = patch.streams
     length = sum(part.numel() for part in parts)
     return torch.cat([*parts, parts[0].new_zeros(-length % 4)])

@@ -57,7 +57,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """`path`: a safetensors file: every parameter by name, or a sparse update's streams; `sha256` is checked when given.
 
     `layout`: id of the layout the buckets follow. `buckets`: those that this call brings, `last` False when more calls follow.
-    `sparse`: index → {"width", "sizes" of the three streams, "checksum" of the patched bucket}. `base`: the version it patches.
+    `sparse`: index → {"width", "relative", "low", "sizes" of the streams, "checksum" of the patched bucket} (see sparse.py).
+    `base`: the version it patches.
     `keep`: checksums by bucket: keep a mirror for sparse updates to come. `timeout_s`: a broadcast that takes longer fails.
     """
 
@@ -243,8 +244,9 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         changes = {int(index): change for index, change in (update_info.sparse or {}).items()}
         self.mirror_of = None
         for index, streams in self._streams(update_info, changes):
-            bucket = self.mirror[index]
-            sparse.patch(bucket, int(changes[index]["width"]), *(stream.to(bucket.device) for stream in streams))
+            bucket, change = self.mirror[index], changes[index]
+            streams = [stream.to(bucket.device) for stream in streams]
+            sparse.patch(bucket, int(change["width"]), bool(change["relative"]), int(change["low"]), streams)
         self._check_sums(self.mirror, {index: change["checksum"] for index, change in changes.items()})
 
     def _streams(self, update_info: UpdateInfo, changes: dict[int, dict]) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -252,15 +254,14 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             path = self.folder.file(update_info.path, update_info.sha256)
             with safe_open(path, framework="pt", device="cpu") as file:
                 for index in changes:
-                    yield index, [file.get_tensor(f"{index}.{name}") for name in ("gaps", "small", "wide")]
+                    yield index, [file.get_tensor(f"{index}.{name}") for name in sparse.STREAMS]
             return
         if self.carrier is None:
             raise ValueError("a sparse update without a file needs a transport: call /init_weight_transfer_engine first")
         sizes = {index: sum(map(int, change["sizes"])) for index, change in changes.items()}
         for index, data in self.carrier.receive({i: (size + 3) // 4 * 4 for i, size in sizes.items()}, update_info.timeout_s):
-            gaps, small, wide = data[: sizes[index]].clone().split(list(map(int, changes[index]["sizes"])))
-            wide = wide.clone().view(sparse.word_type(int(changes[index]["width"])))
-            yield index, [gaps, small.view(torch.int8), wide]
+            streams = data[: sizes[index]].split(list(map(int, changes[index]["sizes"])))
+            yield index, [stream.clone() for stream in streams]  # each aligned to its integers
 
     def _check_sums(self, buckets: dict[int, torch.Tensor], expected: dict[int, int]) -> None:
         for index, wanted in expected.items():
