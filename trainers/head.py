@@ -1,6 +1,7 @@
 """The vocabulary head: hidden states of trained positions → log-probability of a target and of other ids, entropy, argmax hit.
 
-[N, V] logits never exist whole: terms are taken in chunks, and the backward computes each chunk's logits again.
+[N, V] logits never exist whole: terms are taken in chunks, and the backward computes each chunk's logits again, but for the
+last one's, which a GPU keeps. There (bfloat16 or float16, no candidate sets) a chunk is a large product and one pass over it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainers.head_kernels import can_fuse, probabilities_, row_statistics
+
 CHUNK_ELEMENTS = 1 << 26  # logits held at a time: 256 MiB in float32
+KEPT_SHARE = 48  # of a GPU's memory, the part that a chunk's logits may take: 2.9 GiB of 139
 
 
 class HeadOutputs(NamedTuple):
@@ -44,90 +48,183 @@ class Candidates:
         return outside.scatter_(-1, targets[:, None], False)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
-    """Logits of one chunk [n, V] before the temperature, in float32 or better."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+class _Form(NamedTuple):
+    """How scores come from hidden states, and how the work is cut."""
+
+    temperature: float
+    softcap: float | None
+    chunk: int  # terms at a time
+    candidates: Candidates | None
+    fused: bool  # by the kernels of `head_kernels`
+    keep: bool  # the last chunk's logits, for the backward
+
+
+class _Chunk(NamedTuple):
+    """Of the terms of one chunk, in float32 or better."""
+
+    lse: torch.Tensor  # [n], of all scores
+    entropy: torch.Tensor  # [n]
+    largest: torch.Tensor  # [n], score
+    at_ids: torch.Tensor  # [n, 1 + K], log-probabilities of target and `top_ids`
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits of one chunk [n, V] before softcap and temperature; in the first rows of `out`, if given."""
+    if out is None:
+        return torch.nn.functional.linear(hidden, weight, bias)
+    logits = torch.mm(hidden, weight.T, out=out[: len(hidden)])
+    return logits if bias is None else logits.add_(bias)
+
+
+def _raised(logits: torch.Tensor) -> torch.Tensor:
+    """In float32 or better."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _scores(logits: torch.Tensor, form: _Form) -> torch.Tensor:
+    """Scores of some logits, in float32 or better: softcap, then temperature."""
+    scores = _raised(logits)
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
+    return scores * (1.0 / form.temperature)
+
+
+def _read(logits: torch.Tensor, ids: torch.Tensor, outside: torch.Tensor | None, form: _Form) -> _Chunk:
+    """What the objective needs of a chunk's logits."""
+    if form.fused:
+        lse, mean, largest = row_statistics(logits, form.temperature, form.softcap)
+        return _Chunk(lse, lse - mean, largest, _scores(logits.gather(-1, ids), form) - lse[:, None])
+    scores = _scores(logits, form)
+    if outside is not None:
+        scores.masked_fill_(outside, float("-inf"))
+    lse, largest = torch.logsumexp(scores, -1), scores.amax(-1)
+    logprobs = scores.sub_(lse[:, None])
+    at_ids = logprobs.gather(-1, ids)
+    # p log p is 0 where p underflows, also at −inf.
+    entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
+    return _Chunk(lse, entropy, largest, at_ids)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    outside: torch.Tensor | None,
+    lse: torch.Tensor,
+    at_ids: torch.Tensor,
+    slopes: torch.Tensor,
+    form: _Form,
+) -> torch.Tensor:
+    """Gradient by the logits [n, V] of Σ slopes · log-probabilities; may overwrite them.
+
+    d log p[id] / d score = onehot(id) − p. At the ids themselves the two are put together before they are rounded: for a likely
+    token they nearly cancel.
+    """
+    total = slopes.sum(-1)
+    if form.fused:
+        gradient = probabilities_(logits, lse, total, form.temperature, form.softcap)
+    else:
+        scores = _scores(logits, form)
+        gradient = (scores - lse[:, None]).exp_().mul_(-total[:, None] / form.temperature)
+        if form.softcap is not None:
+            gradient.mul_(1 - (scores * (form.temperature / form.softcap)).square())
+        if outside is not None:
+            gradient.masked_fill_(outside, 0.0)
+    # An id that is named twice gets both slopes, at both places.
+    if ids.shape[1] > 1:
+        slopes = ((ids[:, :, None] == ids[:, None, :]).to(slopes.dtype) @ slopes[:, :, None]).squeeze(-1)
+    values = (slopes - total[:, None] * at_ids.exp()) / form.temperature
+    if form.softcap is not None:
+        values.mul_(1 - ((at_ids + lse[:, None]) * (form.temperature / form.softcap)).square())
+    # An id outside the candidates has log-probability −inf whatever the logits.
+    return gradient.scatter_(-1, ids, torch.where(at_ids.isneginf(), 0.0, values).to(gradient.dtype))
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, the product in the type of `total`."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """The ids of a term are its target, then its `top_ids`; where one is none, the target again, with slope 0."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        top_ids: torch.Tensor,
-        candidates: Candidates | None,
-        temperature: float,
-        softcap: float | None,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids: torch.Tensor,
+        form: _Form,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         terms = hidden.shape[0]
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = hidden.new_empty(terms, dtype=dtype)
-        entropy = hidden.new_empty(terms, dtype=dtype)
+        at_ids = hidden.new_empty(ids.shape, dtype=dtype)
+        entropy, lse = hidden.new_empty(terms, dtype=dtype), hidden.new_empty(terms, dtype=dtype)
         hit = torch.empty(terms, dtype=torch.bool, device=hidden.device)
-        top = hidden.new_empty(top_ids.shape, dtype=dtype)
-        lse = hidden.new_empty(terms, dtype=dtype)
-        for start in range(0, terms, chunk):
-            part = slice(start, start + chunk)
-            scores = _logits(hidden[part], weight, bias, softcap).div_(temperature)
-            if candidates is not None:
-                scores.masked_fill_(candidates.outside(targets[part], start, len(weight)), float("-inf"))
-            lse[part] = torch.logsumexp(scores, -1)
-            hit[part] = scores.argmax(-1) == targets[part]
-            scores.sub_(lse[part, None])
-            logprobs[part] = scores.gather(-1, targets[part, None]).squeeze(-1)
-            ids = top_ids[part]
-            top[part] = scores.gather(-1, ids.clamp_min(0)).masked_fill_(ids < 0, float("-inf"))
-            # p log p is 0 where p underflows, also at −inf.
-            entropy[part] = -(scores.exp() * scores.clamp_min(torch.finfo(dtype).min)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, top_ids, lse)
-        ctx.options = (candidates, temperature, softcap, chunk)
+        buffer = hidden.new_empty(min(form.chunk, terms), len(weight)) if form.fused else None
+        for start in range(0, terms, form.chunk):
+            part = slice(start, start + form.chunk)
+            logits = _logits(hidden[part], weight, bias, buffer)
+            outside = None if form.candidates is None else form.candidates.outside(ids[part, 0], start, len(weight))
+            read = _read(logits, ids[part], outside, form)
+            lse[part], entropy[part], at_ids[part] = read.lse, read.entropy, read.at_ids
+            # No id is likelier; equal up to rounding, because it is computed in two ways.
+            target = at_ids[part, 0] + read.lse
+            hit[part] = target >= read.largest - 1e-6 * read.largest.abs().clamp_min(1.0)
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, at_ids)
+        ctx.form, ctx.kept = form, buffer if form.keep else None
         ctx.mark_non_differentiable(entropy, hit)
-        return logprobs, entropy, hit, top
+        return at_ids, entropy, hit
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, top_ids, lse = ctx.saved_tensors
-        candidates, temperature, softcap, chunk = ctx.options
+        hidden, weight, bias, ids, lse, at_ids = ctx.saved_tensors
+        form: _Form = ctx.form
+        # A second backward through the same graph computes the last chunk's logits again: this one overwrites them.
+        buffer, ctx.kept = ctx.kept, None
+        kept = buffer is not None
+        if form.fused and not kept:
+            buffer = hidden.new_empty(min(form.chunk, len(hidden)), len(weight))
+        starts = range(0, hidden.shape[0], form.chunk)
         low = weight.dtype in (torch.bfloat16, torch.float16)
         d_hidden = torch.empty_like(hidden)
         # Chunks are summed in float32: bfloat16 would lose small contributions. A frozen head (beside an adapter) has no sum.
-        summed = torch.float32 if low else weight.dtype
-        d_weight = torch.zeros_like(weight, dtype=summed) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=summed) if bias is not None and ctx.needs_input_grad[2] else None
-        # One column per log-probability handed out: the target's, then those of `top_ids`.
-        ids = torch.cat([targets[:, None], top_ids.clamp_min(0)], 1)
-        slopes = torch.cat([grads[0][:, None], grads[3].masked_fill(top_ids < 0, 0.0)], 1).div_(temperature)
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            scores = _logits(hidden[part], weight, bias, softcap)
-            softcap_slope = None if softcap is None else 1 - (scores / softcap).square()
-            scores.div_(temperature)
-            outside = None if candidates is None else candidates.outside(targets[part], start, len(weight))
-            if outside is not None:
-                scores.masked_fill_(outside, float("-inf"))
-            # d log p[id] / d logits = (onehot(id) − p) / temperature
-            d_logits = scores.sub_(lse[part, None]).exp_().mul_(-slopes[part].sum(-1, keepdim=True))
-            d_logits.scatter_add_(-1, ids[part], slopes[part])
-            if outside is not None:
-                d_logits.masked_fill_(outside, 0.0)
-            if softcap_slope is not None:
-                d_logits.mul_(softcap_slope)
-            d_logits = d_logits.to(weight.dtype)
-            d_hidden[part] = d_logits @ weight
+        summed = torch.float32 if low and len(starts) > 1 else weight.dtype
+        d_weight = torch.zeros_like(weight, dtype=summed) if ctx.needs_input_grad[1] and len(starts) != 1 else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32 if low else bias.dtype) if ctx.needs_input_grad[2] else None
+        for start in reversed(starts):
+            part = slice(start, start + form.chunk)
+            if kept and buffer is not None and start == starts[-1]:
+                logits = buffer[: len(hidden) - start]
+            else:
+                logits = _logits(hidden[part], weight, bias, buffer)
+            outside = None if form.candidates is None else form.candidates.outside(ids[part, 0], start, len(weight))
+            d_logits = _gradient(logits, ids[part], outside, lse[part], at_ids[part], grads[0][part], form).to(weight.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                d_weight += d_logits.T @ hidden[part]
+                _add_product(d_weight, d_logits.T, hidden[part])
+            elif ctx.needs_input_grad[1]:
+                d_weight = d_logits.T @ hidden
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
+                d_bias += d_logits.sum(0, dtype=d_bias.dtype)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _chunk_terms(hidden: torch.Tensor, weight: torch.Tensor, fused: bool) -> int:
+    """Terms whose logits are held at a time."""
+    elements = CHUNK_ELEMENTS
+    if fused and hidden.is_cuda:
+        # Few large products reach the device's speed, and the last chunk's logits are kept from forward to backward.
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory
+        elements = max(elements, memory // KEPT_SHARE // hidden.element_size())
+    return max(16, elements // weight.shape[0])
 
 
 def token_logprobs(
@@ -155,8 +252,12 @@ def token_logprobs(
         top_ids: int64 [N, K], more ids to score; −1: none.
         chunk: terms per chunk; default: as many as keep a chunk's logits within `CHUNK_ELEMENTS`.
     """
-    size = chunk or max(16, CHUNK_ELEMENTS // weight.shape[0])
     if top_ids is None:
         top_ids = targets.new_empty((len(targets), 0))
-    outputs = _TokenLogprobs.apply(hidden, weight, bias, targets, top_ids, candidates, temperature, softcap, size)
-    return HeadOutputs(*outputs)  # type: ignore[misc]
+    fused = can_fuse(hidden) and candidates is None
+    keep = fused and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    form = _Form(temperature, softcap, chunk or _chunk_terms(hidden, weight, fused), candidates, fused, keep)
+    none = top_ids < 0
+    ids = torch.cat([targets[:, None], torch.where(none, targets[:, None], top_ids)], 1)
+    at_ids, entropy, hit = _TokenLogprobs.apply(hidden, weight, bias, ids, form)
+    return HeadOutputs(at_ids[:, 0], entropy, hit, at_ids[:, 1:].masked_fill(none, float("-inf")))

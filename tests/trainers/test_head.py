@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -114,3 +118,11 @@ def test_entropy_is_finite_where_probabilities_underflow():
     weight = torch.tensor([[1.0], [-1.0]])
     outputs = token_logprobs(hidden, weight, torch.tensor([0]))
     assert (outputs.logprobs.item(), outputs.entropy.item()) == (0.0, 0.0)
+
+
+def test_the_kernels_of_a_gpu_compute_the_same():
+    """Interpreted, in a process of its own: triton decides at its import."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fused_head"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "equal", done.stderr
