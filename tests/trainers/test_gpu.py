@@ -15,6 +15,7 @@ from trainers.attention import PackedLayout, reference
 from trainers.attention.backends import choose_backend
 from trainers.batch import PackedBatch
 from trainers.distributed import Ranks, init_distributed, shutdown_distributed
+from trainers.head import token_logprobs
 from trainers.loop import TrainLoop
 from trainers.losses import loss_inputs
 from trainers.model import build_policy
@@ -84,6 +85,32 @@ def test_top_logprobs_and_candidate_sets_equal_those_of_the_cpu():
         seen.append([tensor.detach().cpu() for tensor in (outputs.logprobs, outputs.top_logprobs, loss, *gradients)])
     for wanted, got in zip(*seen, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("softcap", "temperature", "chunk"), [(None, 1.0, None), (None, 0.7, 64), (30.0, 1.3, 100)])
+def test_the_fused_head_of_bfloat16_states_equals_dense_softmax(softcap, temperature, chunk):
+    """Against float64, from the logits as bfloat16 products give them; several chunks and one."""
+    torch.manual_seed(3)
+    hidden = (2 * torch.randn(300, 64, device="cuda")).bfloat16().requires_grad_()
+    weight = torch.randn(5000, 64, device="cuda").bfloat16().requires_grad_()
+    targets, top_ids = torch.randint(5000, (300,), device="cuda"), torch.randint(-1, 5000, (300, 8), device="cuda")
+    scale = torch.randn(300, 9, device="cuda")
+    leaves = [hidden, weight]
+
+    def gradients(logprobs, top):
+        total = (logprobs * scale[:, 0]).sum() + (torch.where(top_ids < 0, 0.0, top) * scale[:, 1:]).sum()
+        return torch.autograd.grad(total, leaves)
+
+    ours = token_logprobs(hidden, weight, targets, temperature=temperature, softcap=softcap, top_ids=top_ids, chunk=chunk)
+    logits = torch.nn.functional.linear(hidden, weight).double()
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    dense = (logits / temperature).log_softmax(-1)
+    target, top = dense.gather(-1, targets[:, None])[:, 0], dense.gather(-1, top_ids.clamp_min(0))
+    torch.testing.assert_close(ours.logprobs.double(), target, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.entropy.double(), -(dense.exp() * dense).sum(-1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.argmax_hit, target >= dense.amax(-1))
+    for a, b in zip(gradients(ours.logprobs, ours.top_logprobs), gradients(target, top), strict=True):
+        assert (a.double() - b.double()).norm() < 1e-2 * b.double().norm()
 
 
 def test_a_bfloat16_run_follows_the_float32_one_and_resumes(tmp_path):
