@@ -19,10 +19,10 @@ from flows import artifacts
 from flows.experiment import mlflow_page
 from flows.failures import describe, stopped_by
 from flows.reaping import reap_all
+from flows.run_processes import RunProcesses
 from flows.sweep_config import SweepConfig
 from flows.sweep_loop import SweepFailed, SweepLoop
 from flows.sweep_outcome import latest
-from flows.sweep_processes import TrialProcesses
 from flows.sweep_reaping import sweep_folder
 from flows.sweep_report import markdown, summary, write
 from flows.sweep_runs import named, open_sweep, preflight_trials
@@ -68,7 +68,7 @@ class _Work:
         limit = self.config.limits.wall_clock_s
         self.deadline = None if limit is None else time.monotonic() + limit
         self.leases = LeaseManager(registry)
-        self.processes = TrialProcesses(registry, self.leases, self.folder)
+        self.processes = RunProcesses(registry, self.leases, self.folder)
         self.open = ExitStack()
         self.study: Study | None = None
         self.tracking: SweepTracking | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -36,12 +36,12 @@ def run_trial(config: RunConfig) -> None:
         if run.status == "FINISHED":
             return
         config = begun
-    with _tagged(f"sweep:{config.sweep.name}" if config.sweep else ""):
+    with tagged(f"sweep:{config.sweep.name}" if config.sweep else ""):
         launch(config)
 
 
-def _tagged(tag: str) -> AbstractContextManager[object]:
-    """On Prefect's page the trials of a sweep are found by a tag. Prefect is imported once it is known which API to use."""
+def tagged(tag: str) -> AbstractContextManager[object]:
+    """On Prefect's page the runs of a sweep or recipe have a tag. Prefect is imported once it is known which API to use."""
     if "PREFECT_API_URL" not in os.environ:
         return nullcontext()
     from prefect import tags
@@ -49,13 +49,14 @@ def _tagged(tag: str) -> AbstractContextManager[object]:
     return tags(tag)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], run: Callable[[RunConfig], None] = run_trial) -> int:
+    """`run` the config whose file is the only argument; the exit code."""
     if len(arguments) != 1:
-        print("usage: python -m flows.sweep_trial CONFIG.json", file=sys.stderr)
+        print(f"usage: python -m {run.__module__} CONFIG.json", file=sys.stderr)
         return 2
     fields = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     try:
-        run_trial(RUN_CONFIGS[fields["type"]].model_validate(fields))
+        run(RUN_CONFIGS[fields["type"]].model_validate(fields))
     except (LoopwrightError, InfraError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flows.config import RUN_CONFIGS, RunConfig
+from flows.run_processes import RunProcesses, gpus_needed
 from flows.runs import RunRefused, stored
 from flows.sweep_file import sweep_config
-from flows.sweep_processes import TrialProcesses, gpus_needed
 from flows.sweep_space import Plan
 from flows.sweep_trial import run_trial
 from infra.leases import LeaseManager
@@ -45,7 +45,7 @@ def test_a_trial_waits_for_gpus_and_for_an_older_process_of_its_run(home: Path, 
     registry = Registry()
     config = trial(trainer={"ranks": 2})
     with LeaseManager(registry) as leases:
-        trials = TrialProcesses(registry, leases, tmp_path, gpus=lambda: [0, 1, 2])
+        trials = RunProcesses(registry, leases, tmp_path, gpus=lambda: [0, 1, 2])
         assert trials.ready(config)
         held = registry.insert_leases("gpu", ["0", "1"], 2, Owner.current(), 60.0)
         assert held is not None and not trials.ready(config)
@@ -81,7 +81,7 @@ def test_a_trial_that_is_refused_says_why_and_leaves_no_lease(home: Path, tmp_pa
     """Its model does not exist: the process ends by itself."""
     registry = Registry()
     with LeaseManager(registry) as leases:
-        trials = TrialProcesses(registry, leases, tmp_path)
+        trials = RunProcesses(registry, leases, tmp_path)
         trials.start(0, trial(model=str(tmp_path / "nothing")))
         assert len(registry.list_leases("process")) == 1
         how = wait_for(lambda: trials.ended(0), "the trial's process ends", 250)
@@ -95,7 +95,7 @@ def test_trials_are_stopped_together(home: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")  # whoever reads this waits: the process is in the middle of its preflight
     registry = Registry()
     with LeaseManager(registry) as leases:
-        trials = TrialProcesses(registry, leases, tmp_path)
+        trials = RunProcesses(registry, leases, tmp_path)
         for number in (0, 1):
             trials.start(number, trial(number, dataset={"path": str(tmp_path / "never")}))
         trials.stop_all()
