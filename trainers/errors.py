@@ -67,6 +67,7 @@ class ServerError(LoopwrightError):
     """A vLLM server could not be started, reached, or answered with an error."""
 
     failure_class: ClassVar[FailureClass] = "infrastructure"
+    status: int | None = None  # of the answer, where there was one
 
 
 class ServerCapabilityError(ServerError, ValueError):

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 SERVERS_FILE, SERVING_FILE = "servers.json", "serving.json"
@@ -122,6 +123,9 @@ def _servers(path: Path) -> list[Listed]:
 def _listed(entry: object) -> Listed:
     if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) and entry[key] for key in ("name", "url")):
         raise ValueError(f'a server is {{"name": "…", "url": "http://…"}}, not {entry!r}')
+    address = urlsplit(entry["url"])  # ValueError for one that cannot be taken apart
+    if address.scheme not in ("http", "https") or not address.hostname or address.port == 0:
+        raise ValueError(f"{entry['url']!r} is no address of a server: write http://host:port")
     return Listed(entry["name"], plain_url(entry["url"]))
 
 

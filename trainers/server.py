@@ -71,7 +71,9 @@ class ServerClient:
         if response.status_code == 401:
             raise ServerCapabilityError(f"{self.url} wants a key: set VLLM_API_KEY to the server's")
         if response.status_code >= 400:
-            raise ServerError(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
+            error = ServerError(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
+            error.status = response.status_code
+            raise error
         try:
             return response.json()
         except ValueError:
@@ -100,24 +102,29 @@ class ServerClient:
         try:
             info = self._call("GET", "/server_info?config_format=json")
         except ServerError as error:
-            if "404" in str(error):
+            if error.status == 404:
                 raise ServerCapabilityError(
                     f"{self.url} has no control endpoints: start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
                 ) from error
             raise
-        config = info["vllm_config"]
-        model = config["model_config"]
-        transfer = config.get("weight_transfer_config") or {}
-        workers, one_call = self._workers()
-        return ServerFacts(
-            model=str(model["model"]),
-            dtype=str(model["dtype"]).removeprefix("torch."),
-            max_model_len=int(model["max_model_len"]),
-            weight_backend=transfer.get("backend"),
-            workers=tuple(workers),
-            one_call=one_call,
-            adapters=_adapter_facts(info),
-        )
+        try:
+            workers, one_call = self._workers()
+            config = info["vllm_config"]
+            model = config["model_config"]
+            transfer = config.get("weight_transfer_config") or {}
+            return ServerFacts(
+                model=str(model["model"]),
+                dtype=str(model["dtype"]).removeprefix("torch."),
+                max_model_len=int(model["max_model_len"]),
+                weight_backend=transfer.get("backend"),
+                workers=tuple(workers),
+                one_call=one_call,
+                adapters=_adapter_facts(info),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ServerCapabilityError(
+                f"what answers at {self.url} is no vLLM server: /server_info lacks what one says of itself ({error!r})"
+            ) from error
 
     def _workers(self) -> tuple[list[dict[str, Any]], bool]:
         """What the workers say of themselves, and whether it was our middleware that asked them."""
@@ -144,7 +151,7 @@ class ServerClient:
         self._call("POST", "/pause?mode=keep&clear_cache=true")
 
     def resume(self) -> None:
-        self._call("POST", "/resume")
+        self._call("POST", "/resume", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
@@ -180,7 +187,7 @@ class ServerClient:
         try:
             return str(self._call("GET", "/weight_info", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["weight_version"])
         except ServerError as error:
-            if "404" not in str(error):
+            if error.status != 404:
                 raise
         versions = {str(worker["version"]) for worker in self._workers()[0]} or {self._told}
         return versions.pop() if len(versions) == 1 else f"none in common: {sorted(versions)}"

@@ -245,6 +245,8 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones_list(tmp_path):
         '{"servers": []}',
         '{"servers": [{"name": "a"}]}',
         '{"servers": ["http://a"]}',
+        '{"servers": [{"name": "a", "url": "a:8000"}]}',
+        '{"servers": [{"name": "a", "url": "http://[::1"}]}',
         '{"servers": [{"name": "a", "url": "http://a"}, {"name": "b", "url": "http://a/"}]}',
         '{"servers": [{"name": "a", "url": "http://a"}, {"name": "a", "url": "http://b"}]}',
     ],

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.answering import answering
 from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_model, build_tokenizer
@@ -286,6 +287,30 @@ def test_an_unreachable_server_says_so():
         client.weight_version()
     with pytest.raises(ServerError, match=r"no healthy server at http://127\.0\.0\.1:9"):
         client.wait_healthy(0.01)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_an_address_with_404_in_it_is_not_taken_for_an_answer(status):
+    """Ports of servers lie between 20000 and 30000, among them 24041."""
+    with answering(status) as url:
+        client = ServerClient(f"{url}/24041", 5.0, key="k")
+        with pytest.raises(ServerError) as refused:
+            client.facts()
+        assert not isinstance(refused.value, ServerCapabilityError), "it would never be asked again"
+        client._told = "7"
+        with pytest.raises(ServerError, match=f"answered {status}"):
+            client.weight_version()
+
+
+def test_development_endpoints_that_are_off_are_said_with_what_turns_them_on():
+    with answering(404) as url, pytest.raises(ServerCapabilityError, match="VLLM_SERVER_DEV_MODE=1"):
+        ServerClient(url, 5.0, key="k").facts()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"vllm_config": {"model_config": null}}', b'"text"'])
+def test_something_else_that_answers_is_no_vllm_server(body):
+    with answering(200, body) as url, pytest.raises(ServerCapabilityError, match="is no vLLM server"):
+        ServerClient(url, 5.0, key="k").facts()
 
 
 # The real server ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from trainers.server import BACKEND, ServerFacts
 from trainers.weight_sync import choose as module
 from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.changes import Changes
-from trainers.weight_sync.choose import choose, machine
+from trainers.weight_sync.choose import check_member, choose, machine
 from trainers.weight_sync.ipc import Ipc, _parts
 from trainers.weight_sync.layout import make_layout
 from trainers.weight_sync.lora import Adapters
@@ -25,6 +25,7 @@ from trainers.weight_sync.shared_storage import SharedStorage
 from trainers.weight_sync.stock import Stock
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SILENT = Member(FakeControlPlane(), facts=ServerFacts("m", "bfloat16", 512, BACKEND))  # of its workers it says nothing
 
 
 def member(url: str = "http://127.0.0.1:8000", backend: str = BACKEND, **worker: Any) -> Member:
@@ -84,9 +85,25 @@ def test_servers_with_vllms_own_engine_are_sent_to_through_it_from_a_gpu(monkeyp
 
 
 def test_a_broadcast_needs_to_know_the_workers(monkeypatch):
-    unknown = Member(FakeControlPlane(), facts=ServerFacts("m", "bfloat16", 512, BACKEND))
     with pytest.raises(ServerCapabilityError, match="--worker-extension-cls"):
-        chosen([unknown], CPU, monkeypatch, weight_sync="nccl")
+        chosen([SILENT], CPU, monkeypatch, weight_sync="nccl")
+
+
+@pytest.mark.parametrize(
+    ("way", "late", "message"),
+    [
+        (Ipc(CPU, 1), member("http://node2:8000", gpu_uuid="GPU-a"), "on loopback only, http://node2:8000 is not"),
+        (Ipc(CPU, 1), member(gpu_uuid="GPU-b"), "runs on .*GPU-b"),
+        (Stock("ipc", GPU, 1), member("http://node2:8000", backend="ipc"), "loopback only"),
+        (Broadcast(CPU, "gloo", 1.0), SILENT, "--worker-extension-cls"),
+        (Changes("x", Broadcast(CPU, "gloo", 1.0)), SILENT, "--worker-extension-cls"),
+    ],
+)
+def test_a_server_that_comes_later_is_held_to_the_way_that_was_chosen(way, late, message):
+    """Handles to the trainer's memory go to loopback only, whoever names a server; and a broadcast waits for who is counted."""
+    with pytest.raises(ServerCapabilityError, match=message):
+        check_member(grpo_config(), way, late, ["GPU-a"])
+    check_member(grpo_config(), way, member(gpu_uuid="GPU-a"), ["GPU-a"])
 
 
 def test_rounds_through_a_window_bring_every_bucket_once_and_fit():

@@ -17,8 +17,9 @@ from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tokenizer
 from trainers import lora
 from trainers.adapters import adapter_name, is_later, version_of
-from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
+from trainers.errors import ServerCapabilityError, WeightSyncError
 from trainers.model import Policy, gathered_parameters
+from trainers.roster import Listed, read_serving, write_servers
 from trainers.weight_sync.lora import FOLDER
 from trainers.weight_sync.sync import ServerSync
 
@@ -138,12 +139,52 @@ def test_another_base_model_is_found_by_what_it_samples(tmp_path):
         sync.push(policy, 0)
 
 
+def joined_by(tmp_path: Path, late: FakeAdapterServer) -> tuple[ServerSync, FakeAdapterServer]:
+    """A run on one server, at version 1, to which another came."""
+    first = FakeAdapterServer(url="http://first")
+    config = grpo_config(output_dir=str(tmp_path), **RUN)
+    sync = ServerSync(config, ONE_RANK, build_tokenizer(), [first], connect={late.url: late}.__getitem__)
+    policy = tiny_policy(config)
+    for version in range(2):
+        move(policy, version)
+        sync.push(policy, version)
+    write_servers(tmp_path, [Listed("first", first.url), Listed("late", late.url)])
+    sync.admit(policy, 1)
+    return sync, first
+
+
+def test_a_server_that_comes_later_has_the_window_before_rollouts_know_of_it(tmp_path):
+    late = FakeAdapterServer(url="http://late")
+    sync, first = joined_by(tmp_path, late)
+    assert versions(late.held) == versions(first.held) == [0, 1] and "sample" in late.calls, "it was compared too"
+    assert [server.name for server in sync.news() or ()] == ["first", "late"]
+    assert [(server.name, server.version) for server in read_serving(tmp_path)] == [("first", 1), ("late", 1)]
+
+
+@pytest.mark.parametrize(
+    ("late", "why"),
+    [
+        (FakeAdapterServer(url="http://late", base_seed=3), "serves another base model or dtype"),
+        (FakeAdapterServer(url="http://late", adapters=replace(ABLE, max_lora_rank=1)), "--max-lora-rank 8"),
+        (FakeAdapterServer(url="http://late", adapters=None), "without --enable-lora"),
+    ],
+)
+def test_a_server_that_comes_later_and_does_not_fit_is_refused_and_the_run_goes_on(tmp_path, late, why):
+    sync, first = joined_by(tmp_path, late)
+    assert sync.news() is None, "rollouts never hear of it"
+    _, other = read_serving(tmp_path)
+    assert other.version is None and why in other.why
+    policy = tiny_policy(sync.config)
+    sync.push(policy, 2)
+    assert versions(first.held) == [0, 1, 2] and sync.news() is None
+
+
 def test_a_folder_the_server_cannot_read_is_said_with_what_to_do(tmp_path):
     server = FakeAdapterServer()
     server.load_adapter = lambda name, folder: FakeAdapterServer.load_adapter(server, name, "/elsewhere" + folder)  # type: ignore[method-assign]
     sync, policy = make_sync(tmp_path, server)
     with pytest.raises(
-        ServerError, match=r"cannot read .*policy-v0: set output_dir to a folder that trainer and server both see"
+        ServerCapabilityError, match=r"cannot read .*policy-v0: set output_dir to a folder that trainer and server both see"
     ):
         sync.push(policy, 0)
 

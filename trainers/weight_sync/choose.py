@@ -20,11 +20,11 @@ import torch
 
 from trainers.config import AsyncTrainerConfig
 from trainers.errors import ServerCapabilityError
-from trainers.server import BACKEND
+from trainers.server import BACKEND, ServerFacts
 from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.changes import Changes
 from trainers.weight_sync.ipc import Ipc, check_same_gpus, gpu_uuid
-from trainers.weight_sync.lora import choose_adapters
+from trainers.weight_sync.lora import Adapters, check_takes, choose_adapters
 from trainers.weight_sync.members import Member
 from trainers.weight_sync.shared_storage import SharedStorage
 from trainers.weight_sync.stock import STOCK, Stock
@@ -50,6 +50,60 @@ def choose(
     Raises:
         ServerCapabilityError: the servers cannot do what `weight_sync` says; the message has what to set or start instead.
     """
+    way = _way(config, members, device, world_size, uuids)
+    for member in members:
+        check_member(config, way, member, uuids)
+    return way
+
+
+def check_member(config: AsyncTrainerConfig, way: Way, member: Member, uuids: Sequence[str | None]) -> None:
+    """That `way` reaches a server: one of the first, or one that comes to the run later.
+
+    Raises:
+        ServerCapabilityError: it does not; the message has what to set or start instead.
+    """
+    if isinstance(way, Adapters):
+        check_takes(config, member)
+    elif isinstance(way, Ipc):
+        check_same_gpus([member], uuids)
+        if not _loopback(member):
+            raise ServerCapabilityError(
+                f"weight_sync=ipc shares GPU memory on loopback only, {member.client.url} is not: set nccl"
+            )
+    elif isinstance(way, Stock):
+        if way.backend == "ipc" and not _loopback(member):
+            raise ServerCapabilityError("vLLM's ipc engine unpickles what it is sent: loopback only; set its backend to nccl")
+    elif (isinstance(way, Broadcast) or (isinstance(way, Changes) and way.broadcast is not None)) and not member.workers:
+        raise ServerCapabilityError(
+            f"broadcasts need to know the workers of {member.client.url}: start vLLM with --worker-extension-cls "
+            "loopwright_vllm.worker.WorkerExtension (`loopwright serve MODEL` sets it), or set weight_sync=shared_storage"
+        )
+
+
+def check_like(member: Member, first: ServerFacts) -> None:
+    """That a server which comes to a run later is like its first ones.
+
+    Raises:
+        ServerCapabilityError: it is not; the message has what to serve it with.
+    """
+    mine = member.facts
+    assert mine is not None, f"{member.client.url} did not come"
+    if mine.dtype != first.dtype:
+        why = f"it computes in {mine.dtype}: serve it with --dtype {first.dtype}"
+    elif mine.weight_backend != first.weight_backend:
+        why = f"its weight transfer is {mine.weight_backend!r}, that of the run's servers is {first.weight_backend!r}"
+    elif (mine.adapters is None) != (first.adapters is None):
+        why = f"it was started with{'out' if mine.adapters is None else ''} --enable-lora, unlike the run's first servers"
+    elif mine.max_model_len < first.max_model_len:
+        why = f"it takes {mine.max_model_len} tokens: serve it with --max-model-len {first.max_model_len}"
+    else:
+        return
+    raise ServerCapabilityError(why)
+
+
+def _way(
+    config: AsyncTrainerConfig, members: Sequence[Member], device: torch.device, world_size: int, uuids: Sequence[str | None]
+) -> Way:
     if (adapters := choose_adapters(config, members)) is not None:
         return adapters
     backends = {member.facts.weight_backend for member in members if member.facts}
@@ -60,9 +114,6 @@ def choose(
         name, why = _auto(members, device, uuids)
     logger.info("weights are sent by %s: %s", name, why)
     if name == "ipc":
-        check_same_gpus(members, uuids)
-        if remote := [m.client.url for m in members if not _loopback(m)]:
-            raise ServerCapabilityError(f"weight_sync=ipc shares GPU memory on loopback only, {remote[0]} is not: set nccl")
         return Ipc(device, world_size)
     timeout_s = config.vllm_server_timeout
     if name == "nccl":
@@ -90,11 +141,6 @@ def _auto(members: Sequence[Member], device: torch.device, uuids: Sequence[str |
 
 def _group_backend(members: Sequence[Member], device: torch.device) -> str:
     """NCCL where every side has a GPU of its own, else gloo."""
-    if any(not member.workers for member in members):
-        raise ServerCapabilityError(
-            "broadcasts need to know a server's workers: start vLLM with --worker-extension-cls "
-            "loopwright_vllm.worker.WorkerExtension (`loopwright serve MODEL` sets it), or set weight_sync=shared_storage"
-        )
     theirs = {worker["gpu_uuid"] for member in members for worker in member.workers}
     if device.type == "cuda" and None not in theirs and gpu_uuid(device) not in theirs:
         return "nccl"
@@ -115,12 +161,9 @@ def _stock(
 ) -> Way:
     """vLLM's own engine, for servers that somebody started with it."""
     backend = next(iter(backends)) if len(backends) == 1 else None
-    if backend in STOCK and config.weight_sync in ("auto", backend):
-        if backend == "ipc" and not all(_loopback(member) for member in members):
-            raise ServerCapabilityError("vLLM's ipc engine unpickles what it is sent: loopback only; set its backend to nccl")
-        if device.type == "cuda":
-            logger.info("weights are sent by vLLM's own %s engine: the servers were started with it", backend)
-            return Stock(str(backend), device, world_size)
+    if backend in STOCK and config.weight_sync in ("auto", backend) and device.type == "cuda":
+        logger.info("weights are sent by vLLM's own %s engine: the servers were started with it", backend)
+        return Stock(str(backend), device, world_size)
     first = members[0]
     found = first.facts.weight_backend if first.facts else None
     raise ServerCapabilityError(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from trainers import lora
 from trainers.adapters import adapter_name, new_run, version_of
 from trainers.config import AsyncTrainerConfig
+from trainers.config_peft import AdapterServing
 from trainers.distributed import Ranks
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.inference import AdapterEngine
@@ -148,7 +149,7 @@ def choose_adapters(config: AsyncTrainerConfig, members: Sequence[Member]) -> Ad
         if cause:
             logger.warning("peft %s: no server takes that as an adapter, the merged weights are sent", cause)
         return None
-    start = f"--enable-lora --max-lora-rank {serving.max_lora_rank} --max-loras {serving.max_loras}"
+    start = _start_with(serving)
     if len(takers) < len(told):
         if config.weight_sync == "auto" and not takers:
             logger.warning(
@@ -161,23 +162,31 @@ def choose_adapters(config: AsyncTrainerConfig, members: Sequence[Member]) -> Ad
         raise ServerCapabilityError(
             f"{url} takes no adapters: start it with {start} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         )
-    for member, adapters in told.items():
-        if adapters is not None and (lines := adapters.lacking(*serving)):
-            raise ServerCapabilityError(
-                f"{member.client.url} cannot take this run's adapters: {'; '.join(lines)}. Start it with {start}"
-            )
     logger.info("weights are sent by lora: the servers take adapters")
     return Adapters(config.output_dir, config.max_staleness)
 
 
-def compare(policy: Policy, ranks: Ranks, members: Sequence[Member], tokens: np.ndarray, tolerance: float) -> list[float]:
-    """Of each server the largest absolute difference, in nats, between its and the trainer's log-probabilities of what it
-    samples. Called by every rank; `members` on rank 0.
+def check_takes(config: AsyncTrainerConfig, member: Member) -> None:
+    """Raises `ServerCapabilityError` unless it can hold this run's adapters, all versions of the window at once."""
+    serving, adapters = config.adapter_serving, member.facts.adapters if member.facts else None
+    assert serving is not None and adapters is not None, f"{member.client.url} was asked for adapters"
+    if lines := adapters.lacking(*serving):
+        raise ServerCapabilityError(
+            f"{member.client.url} cannot take this run's adapters: {'; '.join(lines)}. Start it with {_start_with(serving)}"
+        )
+
+
+def _start_with(serving: AdapterServing) -> str:
+    return f"--enable-lora --max-lora-rank {serving.max_lora_rank} --max-loras {serving.max_loras}"
+
+
+def compare(
+    policy: Policy, ranks: Ranks, members: Sequence[Member], tokens: np.ndarray, tolerance: float
+) -> dict[str, float | WeightSyncError]:
+    """By the URL of each server that answers, the largest absolute difference, in nats, between its and the trainer's
+    log-probabilities of what it samples, or that it is too large. Called by every rank; `members` on rank 0.
 
     Sampled tokens and not those of a prompt: prompt logprobs with an adapter, while others generate, end a vLLM server.
-
-    Raises:
-        ServerError: one does not answer.
     """
     vocabulary = policy.model.config.get_text_config().vocab_size
 
@@ -185,17 +194,17 @@ def compare(policy: Policy, ranks: Ranks, members: Sequence[Member], tokens: np.
         answers = each(list(members), lambda member: _sampled(member, tokens, vocabulary))
         return [(member.client.url, *answer) for member, answer in answers.items() if not isinstance(answer, ServerError)]
 
-    largest: list[float] = []
+    results: dict[str, float | WeightSyncError] = {}
     for url, ids, logprobs in ranks.rank_zero(ask):
         mine = probe_logprobs(policy, np.concatenate([tokens, ids]).astype(np.int32), ranks.device)[len(tokens) - 1 :]
         difference = np.abs(mine - logprobs)
-        largest.append(float(difference.max()))
+        results[url] = float(difference.max())
         if not difference.mean() <= tolerance:
-            raise WeightSyncError(
+            results[url] = WeightSyncError(
                 f"the adapter in {url} gives log-probabilities that differ from the trainer's by {difference.mean():.4g} nats "
                 f"on average (largest {difference.max():.4g}, tolerance {tolerance:g}): it serves another base model or dtype"
             )
-    return largest
+    return results
 
 
 def _sampled(member: Member, tokens: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:

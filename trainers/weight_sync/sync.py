@@ -32,7 +32,7 @@ from trainers.inference import InferenceEngine
 from trainers.model import Policy, compute_dtype, probe_logprobs
 from trainers.roster import Listed, Roster
 from trainers.server import ServerClient, ServerFacts
-from trainers.weight_sync.choose import choose
+from trainers.weight_sync.choose import check_like, check_member, choose
 from trainers.weight_sync.ipc import Ipc, gpu_uuid, handle_of
 from trainers.weight_sync.layout import Layout, make_layout
 from trainers.weight_sync.lora import Adapters, StagedAdapter, compare
@@ -88,6 +88,7 @@ class ServerSync:
         folder = Path(config.output_dir)
         self.watch = Watch(self.members, Roster(folder, managed), folder, connect)
         self.targets: list[Member] = []  # whom the sync under way sends to
+        self.newcomers: set[Member] = set()  # those of them that never held the policy before
         self.first: ServerFacts | None = None  # what every later server must be like
         self.way = way
         self.dtype = "float32"  # what the trainer computes in
@@ -156,7 +157,7 @@ class ServerSync:
         metrics = self.ranks.rank_zero(lambda: self._send(staging, offers, version, tokens, expected, tolerance))
         if not metrics:
             return metrics
-        if task.adapter and task.compares and not newcomers_only:
+        if task.adapter and task.compares:
             metrics |= self._compare_adapters(policy, task, tokens)
         metrics["perf/weight_sync_transfer_s"] += staged - began - waited
         return {**metrics, "perf/weight_sync_barrier_s": waited, "perf/weight_sync_s": time.perf_counter() - began}
@@ -185,7 +186,14 @@ class ServerSync:
     def _compare_adapters(self, policy: Policy, task: Task, tokens: np.ndarray) -> dict[str, float]:
         tolerance = self._tolerance(task)
         inside = [member for member in self.targets if member.facts is not None]
-        differences = compare(policy, self.ranks, inside, tokens, tolerance)
+        results = compare(policy, self.ranks, inside, tokens, tolerance)
+
+        def judge() -> None:
+            self._judge({member: results[member.client.url] for member in inside if member.client.url in results})
+            self.watch.note()
+
+        self.ranks.rank_zero(judge)
+        differences = [result for result in results.values() if isinstance(result, float)]
         return {"perf/weight_probe_abs_diff": max(differences)} if differences else {}
 
     def _tolerance(self, task: Task) -> float:
@@ -222,12 +230,13 @@ class ServerSync:
         while not inside:
             came = self.members.gather(self._look, self.config.vllm_server_timeout, self.watch.refresh)
             for member in came:
-                self._check_newcomer(member)
+                self._check_newcomer(member, uuids)
             inside = self.members.inside
         self.targets = [member for member in inside if member in came] if newcomers_only else inside
         if not self.targets:
             self.watch.note()
             return None
+        self.newcomers = {member for member in self.targets if not member.joined}
         facts = [member.facts for member in self.targets if member.facts is not None]
         if self.first is None:
             self._check_types(inside, facts)
@@ -271,23 +280,15 @@ class ServerSync:
                 self.dtype,
             )
 
-    def _check_newcomer(self, member: Member) -> None:
-        """Refuse a server that came to a run under way and is not like the first ones."""
-        mine, wanted = member.facts, self.first
-        assert mine is not None, f"{member.client.url} did not come"
-        if wanted is None:
+    def _check_newcomer(self, member: Member, uuids: list[str | None]) -> None:
+        """Refuse a server that came to a run under way and is not like the first ones, or out of reach."""
+        if self.first is None or self.way is None:
             return
-        if mine.dtype != wanted.dtype:
-            why = f"it computes in {mine.dtype}: serve it with --dtype {wanted.dtype}"
-        elif mine.weight_backend != wanted.weight_backend:
-            why = f"its weight transfer is {mine.weight_backend!r}, that of the run's servers is {wanted.weight_backend!r}"
-        elif (mine.adapters is None) != (wanted.adapters is None):
-            why = f"it was started with{'out' if mine.adapters is None else ''} --enable-lora, unlike the run's first servers"
-        elif mine.max_model_len < wanted.max_model_len:
-            why = f"it takes {mine.max_model_len} tokens: serve it with --max-model-len {wanted.max_model_len}"
-        else:
-            return
-        self.members.refuse(member, ServerCapabilityError(why))
+        try:
+            check_like(member, self.first)
+            check_member(self.config, self.way, member, uuids)
+        except ServerCapabilityError as error:
+            self.members.refuse(member, error)
 
     def _send(
         self,
@@ -320,11 +321,7 @@ class ServerSync:
             return {} if self.members.inside else None
         sent = time.perf_counter()
         checked = each(list(done), lambda member: verify(member.client, version, tokens, expected, tolerance))
-        for member, result in checked.items():
-            if isinstance(result, WeightSyncError):
-                if member.joined or len(self.members.inside) == 1 or not any(other.joined for other in self.members.inside):
-                    raise result  # other weights under this version: the requests it answers would be trusted
-                self.members.refuse(member, result)
+        self._judge(checked)
         self._settle({member: result for member, result in checked.items() if member.facts is not None}, "")
         for member in checked.keys() & set(self.members.inside):
             member.complete, member.joined, member.version = True, True, str(version)
@@ -356,11 +353,25 @@ class ServerSync:
             member.forget()
         return way.send(alive, staging, version) if alive else {}
 
+    def _judge(self, checked: Mapping[Member, object]) -> None:
+        """One that serves other weights than its version says would be trusted: a new one is refused.
+
+        Raises:
+            WeightSyncError: it is not new, or there is no other.
+        """
+        for member, result in checked.items():
+            if isinstance(result, WeightSyncError):
+                if member not in self.newcomers or not set(self.members.inside) - self.newcomers:
+                    raise result
+                member.joined = False
+                self.members.refuse(member, result)
+
     def _settle(self, results: Mapping[Member, object], failure: str) -> None:
         """Who failed leaves.
 
         Raises:
             WeightSyncError: nobody would remain, although one that failed is up.
+            ServerCapabilityError: it cannot do what the run needs.
         """
         failed = {member: result for member, result in results.items() if isinstance(result, ServerError)}
         if not failed:
@@ -370,9 +381,14 @@ class ServerSync:
             up = [member for member, answer in answers.items() if not isinstance(answer, ServerError)]
             if up:
                 error = failed[up[0]]
+                if isinstance(error, ServerCapabilityError):
+                    raise error
                 raise WeightSyncError(f"{up[0].client.url} {failure}{error}" if failure else str(error)) from error
         for member, error in failed.items():
-            self.members.leave(member, error)
+            if isinstance(error, ServerCapabilityError) and member in self.newcomers:
+                self.members.refuse(member, error)
+            else:
+                self.members.leave(member, error)
 
 
 def _merged(handles: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
