@@ -20,7 +20,9 @@ def loss_inputs(outputs: HeadOutputs, batch: PackedBatch) -> LossInputs:
         advantages=batch.advantages,
         sequence_index=batch.sequence_index,
         top_logprobs=outputs.top_logprobs,
-        sampler_top_logprobs=batch.top_logprobs,
+        other_top_logprobs=batch.top_logprobs,
+        teacher_logprobs=batch.teacher_logprobs,
+        teacher_index=batch.teacher_index,
     )
 
 

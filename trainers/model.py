@@ -112,7 +112,7 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
     if config.peft is not None and not lora.is_attached(model):
         text = text_tower(model) if has_other_parts(model) else None
         lora.attach(model, config.peft, config.model, config.seed, text)
-    policy = Policy(model, getattr(config, "temperature", 1.0)).to(ranks.device)
+    policy = Policy(model, config.loss_temperature).to(ranks.device)
     _check_head(policy, ranks.device)
     model.train()
     if config.gradient_checkpointing:

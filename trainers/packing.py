@@ -12,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from trainers.errors import ConfigError
 from trainers.types import PackedRow, Sample, Step, StepHead, StepPlan, StepTotals
 
 
-def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
+def pack_row(samples: Sequence[Sample], top_k: int | None = None, teachers: Sequence[str] = ()) -> PackedRow:
     """One row of samples, in order. No samples: the empty row (T = 0, N = 0).
 
     Args:
         top_k: K of the row's `top_ids`, the same for all rows of a step; None: what these samples need.
+        teachers: the names that `teacher_index` numbers.
+
+    Raises:
+        ConfigError: a sample's teacher is not among them.
     """
     top_k = top_width(samples) if top_k is None else top_k
     lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
@@ -27,7 +32,7 @@ def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
     if not samples:
         ids, reals = np.zeros(0, np.int32), np.zeros(0, np.float32)
         tops = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
-        return PackedRow(ids, ids, cu_seqlens, ids, ids, reals, reals, ids, *tops, ids, ids)
+        return PackedRow(ids, ids, cu_seqlens, ids, ids, reals, reals, ids, *tops, ids, ids, reals, ids)
     input_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int32, copy=False)
     mask = np.concatenate([sample.loss_mask for sample in samples])
     assert not mask[cu_seqlens[:-1]].any(), "the first token of a sequence cannot be trained: nothing predicts it"
@@ -37,6 +42,7 @@ def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
     advantages = np.array([sample.advantage for sample in samples], dtype=np.float32)
     top_ids, top_logprobs = _tops(samples, len(where), top_k)
     candidate_ids, candidate_counts = _candidates(samples)
+    teacher_logprobs, teacher_index = _teachers(samples, teachers)
     return PackedRow(
         input_ids=input_ids,
         position_ids=(np.arange(len(input_ids)) - np.repeat(cu_seqlens[:-1], lengths)).astype(np.int32),
@@ -50,6 +56,8 @@ def pack_row(samples: Sequence[Sample], top_k: int | None = None) -> PackedRow:
         top_logprobs=top_logprobs,
         candidate_ids=candidate_ids,
         candidate_counts=candidate_counts,
+        teacher_logprobs=teacher_logprobs,
+        teacher_index=teacher_index,
     )
 
 
@@ -85,12 +93,39 @@ def _candidates(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids), np.concatenate(counts)
 
 
-def pack_step(index: int, plan: StepPlan, samples: Sequence[Sample], metrics: dict[str, tuple[float, float]]) -> Step:
-    """A planned step with its rows packed and counted."""
+def _teachers(samples: Sequence[Sample], teachers: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """`teacher_logprobs` and `teacher_index` of a row; a sample without a teacher has 0 and −1."""
+    if all(sample.teacher_logprobs is None for sample in samples):
+        return np.zeros(0, np.float32), np.zeros(0, np.int32)
+    numbers = {name: number for number, name in enumerate(teachers)} | {None: -1}
+    for sample in samples:
+        if sample.teacher not in numbers:
+            raise ConfigError(
+                f"a sample of row {sample.group} was scored by a teacher {sample.teacher!r}, and teacher_server_urls names "
+                f"{', '.join(teachers) or 'none'}: name it again, or delete the checkpoint's rollout_buffer.npz, and its "
+                "prompts are generated anew"
+            )
+    counts = [sample.trained_tokens for sample in samples]
+    logprobs = [
+        np.zeros(count, np.float32) if sample.teacher_logprobs is None else sample.teacher_logprobs
+        for sample, count in zip(samples, counts, strict=True)
+    ]
+    index = np.array([numbers[sample.teacher] for sample in samples], np.int32)
+    return np.concatenate(logprobs), np.repeat(index, counts)
+
+
+def pack_step(
+    index: int,
+    plan: StepPlan,
+    samples: Sequence[Sample],
+    metrics: dict[str, tuple[float, float]],
+    teachers: Sequence[str] = (),
+) -> Step:
+    """A planned step with its rows packed and counted. `teachers` as in `pack_row`."""
     top_k = top_width(samples)
     return Step(
         index=index,
-        rows=[[pack_row([samples[i] for i in row], top_k) for row in microbatch] for microbatch in plan.rows],
+        rows=[[pack_row([samples[i] for i in row], top_k, teachers) for row in microbatch] for microbatch in plan.rows],
         totals=StepTotals(
             tokens=sum(sample.trained_tokens for sample in samples),
             sequences=len(samples),

@@ -83,13 +83,13 @@ def centered_loss(inputs: LossInputs, bounds: Bounds, truncated: bool = False) -
         return (ratio >= bounds.low) & (ratio <= bounds.high) & ~clipped
 
     # An id that is none, or that is no candidate, has −inf on either side and takes no part: 0 · −inf would be not a number.
-    known = inputs.sampler_top_logprobs.isfinite() & inputs.top_logprobs.isfinite()
+    known = inputs.other_top_logprobs.isfinite() & inputs.top_logprobs.isfinite()
     log_p = torch.where(known, inputs.top_logprobs, 0.0)
     with torch.no_grad():
         ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
         kept = gate(ratio)
         weight = ratio.clamp(bounds.low, bounds.high) if truncated else torch.where(kept, ratio, 0.0)
-        log_q = torch.where(known, inputs.sampler_top_logprobs, 0.0)
+        log_q = torch.where(known, inputs.other_top_logprobs, 0.0)
         p, q = torch.where(known, log_p.exp(), 0.0), torch.where(known, log_q.exp(), 0.0)
         sampler_mass = q.sum(-1)
         rho = (1 - sampler_mass).clamp_min(0) / (1 - p.sum(-1)).clamp_min(_TAIL_FLOOR)

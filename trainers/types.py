@@ -84,6 +84,22 @@ class ToolCall:
 
 
 @dataclass(slots=True)
+class TeacherScores:
+    """What a teacher said of the M trained tokens of one sequence: natural-log probabilities at `teacher_temperature`.
+
+    Example: of trained tokens 7, 2 with the teacher's two likeliest asked for, `ids=[[3, 9], [4, -1]]` where 2 is itself one
+    of the two, `logprobs=[[-0.2, -2.1], [-0.9, -inf]]`, `target_logprobs=[-3.0, -0.6]`, `known=[True, True]`.
+    """
+
+    teacher: str  # its name in the config
+    ids: np.ndarray  # int32 [M, K], −1: none; never the realised token, which is in `target_logprobs`
+    logprobs: np.ndarray  # float32 [M, K], −inf: none
+    target_logprobs: np.ndarray  # float32 [M], of the realised token
+    known: np.ndarray  # bool [M], False: the teacher said nothing of the position
+    score_s: float = 0.0  # seconds that scoring the sequence took
+
+
+@dataclass(slots=True)
 class Rollout:
     """One conversation generated from a prompt.
 
@@ -103,6 +119,7 @@ class Rollout:
     tool_calls: list[ToolCall] = field(default_factory=list)
     exhausted: bool = False  # ended by its token budget or the cap on tool calls, not by the model
     reconciled: Reconciled | None = None  # its turns as training sequences, once generated
+    teacher_scores: list[TeacherScores] | None = None  # one of each of these sequences, once scored by a teacher
 
     @property
     def sampled_tokens(self) -> int:
@@ -135,7 +152,8 @@ class Sample:
     Example: prompt ids [5, 9], completion ids [7, 2] with logprobs [-0.1, -0.3] sampled by policy 4 give
     `token_ids=[5, 9, 7, 2]`, `loss_mask=[F, F, T, T]`, `sampler_logprobs=[0, 0, -0.1, -0.3]`, `versions=[-1, -1, 4, 4]`.
 
-    M is the number of trained tokens. The last four fields are None unless the objective asked the sampler for them.
+    M is the number of trained tokens. The fields from `top_ids` on are None unless the objective asked for them: `top_ids` are
+    ids whose log-probability under the policy it wants, `top_logprobs` those under the other model, sampler or teacher.
     """
 
     group: str  # `Prompt.id`
@@ -147,10 +165,12 @@ class Sample:
     versions: np.ndarray  # int32 [L], the policy version that sampled each trained token; -1 off the mask
     queued_at: float = 0.0  # monotonic seconds, set when it enters the queue
     metrics: dict[str, float] = field(default_factory=dict)
-    top_ids: np.ndarray | None = None  # int32 [M, K], as in `TurnRecord`
-    top_logprobs: np.ndarray | None = None  # float32 [M, K]
+    top_ids: np.ndarray | None = None  # int32 [M, K], −1: none
+    top_logprobs: np.ndarray | None = None  # float32 [M, K], −inf: none
     candidate_ids: np.ndarray | None = None  # int32 [C]
     candidate_counts: np.ndarray | None = None  # int32 [M]
+    teacher: str | None = None  # its name in the config
+    teacher_logprobs: np.ndarray | None = None  # float32 [M], of the trained tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -160,7 +180,7 @@ class Sample:
     def nbytes(self) -> int:
         """Bytes of its arrays."""
         arrays = (self.token_ids, self.loss_mask, self.sampler_logprobs, self.versions)
-        asked_for = (self.top_ids, self.top_logprobs, self.candidate_ids, self.candidate_counts)
+        asked_for = (self.top_ids, self.top_logprobs, self.candidate_ids, self.candidate_counts, self.teacher_logprobs)
         return sum(array.nbytes for array in arrays) + sum(array.nbytes for array in asked_for if array is not None)
 
 
@@ -191,6 +211,8 @@ class PackedRow:
     top_logprobs: np.ndarray  # float32 [N, K], −inf: none
     candidate_ids: np.ndarray  # int32 [C], one term's after another's
     candidate_counts: np.ndarray  # int32 [N], 0: the whole vocabulary; empty if no sample of the row has candidates
+    teacher_logprobs: np.ndarray  # float32 [N], as in `Sample`; empty if no sample of the row has a teacher
+    teacher_index: np.ndarray  # int32 [N], which of the config's `teachers`, −1: none; empty likewise
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "input_ids",
@@ -205,6 +227,8 @@ class PackedRow:
         "top_logprobs",
         "candidate_ids",
         "candidate_counts",
+        "teacher_logprobs",
+        "teacher_index",
     )
 
 

@@ -110,7 +110,7 @@ def tensors(terms: int = 40, seed: int = 0) -> LossInputs:
         advantages=draw(1.0),
         sequence_index=torch.arange(terms) // 10,
         top_logprobs=torch.zeros(terms, 0),
-        sampler_top_logprobs=torch.zeros(terms, 0),
+        other_top_logprobs=torch.zeros(terms, 0),
     )
 
 

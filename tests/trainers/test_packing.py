@@ -68,7 +68,7 @@ def test_a_row_is_its_samples_end_to_end(row_samples: list[Sample]) -> None:
     assert row.input_ids.tolist() == ids and row.position_ids.tolist() == positions and row.cu_seqlens.tolist() == starts
     got = zip(row.token_index, row.targets, row.sampler_logprobs, row.advantages, row.sequence_index, strict=True)
     assert list(got) == terms
-    reals = ("sampler_logprobs", "advantages", "top_logprobs")
+    reals = ("sampler_logprobs", "advantages", "top_logprobs", "teacher_logprobs")
     assert all(getattr(row, name).dtype == (np.float32 if name in reals else np.int32) for name in PackedRow.FIELDS)
     width = row.top_ids.shape[1]
     assert width == max((sample.top_ids.shape[1] for sample in row_samples if sample.top_ids is not None), default=0)

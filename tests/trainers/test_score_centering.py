@@ -46,7 +46,7 @@ def expected_update(
             advantages=one * advantage,
             sequence_index=one.long(),
             top_logprobs=gathered[None],
-            sampler_top_logprobs=sampler_top[None],
+            other_top_logprobs=sampler_top[None],
         )
         loss, metrics = centered_loss(inputs, BOUNDS, truncated)
         total = total + q[token] * loss

@@ -48,8 +48,10 @@ class LossInputs:
     sampler_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_index: torch.Tensor  # int64
-    top_logprobs: torch.Tensor  # [N, K], the policy's, of the sampler's K most likely ids
-    sampler_top_logprobs: torch.Tensor  # [N, K], the sampler's; −inf: none
+    top_logprobs: torch.Tensor  # [N, K], the policy's, of the ids that the objective asked for
+    other_top_logprobs: torch.Tensor  # [N, K], of the same ids, the sampler's or the teacher's; −inf: none
+    teacher_logprobs: torch.Tensor | None = None  # of the targets; None: no sample of the row has a teacher
+    teacher_index: torch.Tensor | None = None  # int64, which of the config's teachers; −1: none
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from trainers.types import Sample
 
 FORMAT = 2
 _PER_TOKEN = {"token_ids": np.int32, "loss_mask": bool, "sampler_logprobs": np.float32, "versions": np.int32}
-# What only some objectives ask of the sampler: [rows] or [rows, width].
-_OPTIONAL = ("top_ids", "top_logprobs", "candidate_ids", "candidate_counts")
+# What only some objectives ask for: [rows] or [rows, width].
+_OPTIONAL = ("top_ids", "top_logprobs", "candidate_ids", "candidate_counts", "teacher_logprobs")
 _ABSENT = _FLAT = -1
 
 
@@ -30,6 +30,8 @@ def buffer_arrays(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     }
     for name, kind in _PER_TOKEN.items():
         arrays[name] = np.concatenate([np.zeros(0, kind), *(getattr(sample, name) for sample in samples)]).astype(kind)
+    if any(sample.teacher is not None for sample in samples):
+        arrays["teachers"] = np.frombuffer(json.dumps([sample.teacher for sample in samples]).encode(), np.uint8)
     for name in _OPTIONAL:
         arrays |= _pack_optional(name, [getattr(sample, name) for sample in samples])
     return arrays
@@ -85,6 +87,7 @@ def read_buffer(file: Path) -> list[Sample]:
     metrics = json.loads(arrays["metrics"].tobytes())
     fields: dict[str, Any] = {name: np.split(arrays[name], stops) for name in _PER_TOKEN}
     fields |= {name: _unpack_optional(name, arrays, len(metrics)) for name in _OPTIONAL}
+    fields["teacher"] = json.loads(arrays["teachers"].tobytes()) if "teachers" in arrays else [None] * len(metrics)
     samples = []
     for i, (epoch, row) in enumerate(arrays["keys"].tolist()):
         own = {name: values[i] for name, values in fields.items()}

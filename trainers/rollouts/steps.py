@@ -139,7 +139,7 @@ class StepQueue:
         generates = self._algorithm.generates
         measure_step(self._metrics, request.samples, plan, self._token_budget, request.train_version, generates)
         self._metrics.add("sample/rollout_queue_size", len(self.waiting))
-        step = pack_step(request.index, plan, request.samples, self._metrics.drain())
+        step = pack_step(request.index, plan, request.samples, self._metrics.drain(), self._config.teachers)
         self._planned[request.index] = request.samples
         self.request = None
         request.future.set_result(step)
