@@ -1,9 +1,10 @@
 """What a run costs: the meter of its flow.
 
     GPU leases ─ seconds by role ─▶ Meter ─ each minute, and at the end ─▶ registry: costs of the current attempt
-                                      └─▶ limits.gpu_hours, limits.usd ─▶ the trainer is stopped
+    servers ─ of these, busy ─────▶   └─▶ limits.gpu_hours, limits.usd ─▶ the trainer is stopped
 
-Seconds count from lease to release, idle ones too, because that is for how long nobody else had the GPU. What is used before an
+Seconds count from lease to release, idle ones too, because that is for how long nobody else had the GPU. The students' idle
+ones, in which no request ran, their start among them, are told beside; the trainer tells its own. What is used before an
 attempt (servers start, a first evaluation) counts for that attempt, and what follows it for the last one; of a flow run that
 never came to an attempt it stands under attempt 0. A flow that is killed loses the last minute at most. Servers that the run
 was given by URL are not its cost.
@@ -37,9 +38,10 @@ class Meter:
         leases: LeaseManager,
         limits: LimitsConfig,
         clock: Callable[[], float] = time.monotonic,
+        students_busy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.registry, self.run_id, self.limits = registry, run_id, limits
-        self._leases, self._clock = leases, clock
+        self._leases, self._clock, self._students_busy_s = leases, clock, students_busy_s
         self._lock = threading.Lock()
         rows = registry.list_costs(run_id)
         self._earlier_gpu_s = sum(row.value for row in rows if row.kind.startswith("gpu_s/"))
@@ -47,7 +49,7 @@ class Meter:
         # Under attempt 0 earlier flow runs may have left something, to which is added.
         self._base = {row.kind: row.value for row in rows if row.attempt == 0}
         self._attempt = 0
-        self._before: dict[str, float] = {}  # GPU seconds by role of earlier attempts of this flow run
+        self._before: dict[str, float] = {}  # by kind, what earlier attempts of this flow run used
         self._written = clock()
 
     def begin_attempt(self, number: int) -> None:
@@ -55,7 +57,7 @@ class Meter:
         with self._lock:
             if self._attempt:
                 self._store(self.registry)
-                self._before = self._leases.gpu_seconds()
+                self._before = self._seconds()
             self._attempt, self._base = number, {}
 
     def write(self, patient: bool = True) -> None:
@@ -83,10 +85,18 @@ class Meter:
             return f"limits.usd={money:g} is used up ({usd:.4g}): raise it and resume to go on"
         return None
 
+    def _seconds(self) -> dict[str, float]:
+        """By kind, of this flow run so far."""
+        leased = self._leases.gpu_seconds()
+        seconds = {f"gpu_s/{role}": value for role, value in leased.items()}
+        if "student" in leased:
+            seconds["idle_gpu_s/student"] = max(0.0, leased["student"] - self._students_busy_s())
+        return seconds
+
     def _store(self, registry: Registry) -> None:
-        used = {role: seconds - self._before.get(role, 0.0) for role, seconds in self._leases.gpu_seconds().items()}
-        costs = {f"gpu_s/{role}": seconds for role, seconds in used.items()}
-        if self.limits.usd_per_gpu_hour is not None and used:
-            costs["usd"] = sum(used.values()) / HOUR_S * self.limits.usd_per_gpu_hour
+        costs = {kind: seconds - self._before.get(kind, 0.0) for kind, seconds in self._seconds().items()}
+        if self.limits.usd_per_gpu_hour is not None and costs:
+            gpu_s = sum(seconds for kind, seconds in costs.items() if kind.startswith("gpu_s/"))
+            costs["usd"] = gpu_s / HOUR_S * self.limits.usd_per_gpu_hour
         if costs:
             registry.add_costs(self.run_id, self._attempt, {kind: self._base.get(kind, 0.0) + v for kind, v in costs.items()})

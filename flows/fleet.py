@@ -33,6 +33,8 @@ class Place(Protocol):
     @property
     def url(self) -> str | None: ...
     @property
+    def gpus(self) -> int: ...
+    @property
     def row(self) -> dict[str, Any]: ...
     def lease(self) -> None: ...
     def start(self, say: Callable[[str], None]) -> None: ...
@@ -82,6 +84,12 @@ class Fleet:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return [slot.place.row for slot in self._slots if slot.up]
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by URL, of all that answer or may: also of those that were taken away and still work."""
+        places = [slot.place for slot in [*self._slots, *self._leaving]]
+        return {url: place.gpus for place in places if (url := place.url) is not None}
 
     @property
     def lost(self) -> bool:

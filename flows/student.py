@@ -104,6 +104,11 @@ class Student:
         return self._details.get("url")
 
     @property
+    def gpus(self) -> int:
+        """That are leased for it."""
+        return len(self._gpus.devices)
+
+    @property
     def row(self) -> dict[str, Any]:
         """What to show of it; empty while it is not ready."""
         return self._details

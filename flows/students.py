@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from flows.busy import Busy
 from flows.config import GRPORunConfig
 from flows.fleet import UNHEALTHY_S, Fleet, Place
 from flows.named_servers import addresses_of
@@ -61,6 +62,7 @@ class Students:
             self._given[url] = Listed(self._next_name(), url)
         make = make or (lambda name: Student(config, run, registry, leases, name, self._key))
         self._fleet = Fleet(lambda: make(self._next_name()), config.retry.replace_servers, config.retry.backoff_s)
+        self._busy = Busy(lambda: self._fleet.gpus, self._key)
         self._requests = Requests(self._folder)
         self._checks: list[tuple[Request, str, Future[None]]] = []
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="server checks")
@@ -86,6 +88,7 @@ class Students:
         """
         if not self._given:
             self._fleet.lease(self._config.servers.student.count)
+            self._busy.start()
 
     def ensure(self) -> None:
         """Every server up and able to do what the run needs: those there are, else new ones. One given by URL that was there
@@ -125,6 +128,7 @@ class Students:
     def stop(self) -> None:
         """Stop what was started; harmless when there is nothing."""
         self._fleet.stop()
+        self._busy.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pulse.close()
 
@@ -144,6 +148,9 @@ class Students:
     def rows(self) -> list[dict[str, Any]]:
         given = [{"name": one.name, "url": one.url, "model": "", "version": "", "log": ""} for one in self._given.values()]
         return [*given, *self._fleet.rows]
+
+    def busy_gpu_s(self) -> float:
+        return self._busy.seconds
 
     def _listed(self) -> list[Listed]:
         return [*(server for url, server in self._given.items() if url not in self._away), *self._fleet.listed]

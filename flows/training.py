@@ -79,6 +79,10 @@ class Servers(Protocol):
         """What to show of each server."""
         ...
 
+    def busy_gpu_s(self) -> float:
+        """GPU seconds so far in which servers that the run started had requests."""
+        ...
+
     def stop(self) -> None:
         """Stop what was started; harmless when there is nothing."""
         ...
@@ -107,6 +111,9 @@ class NoServers:
 
     def rows(self) -> list[dict[str, Any]]:
         return []
+
+    def busy_gpu_s(self) -> float:
+        return 0.0
 
     def stop(self) -> None:
         return

@@ -22,32 +22,32 @@ COSTS_S = 30.0
 
 
 class CostLog:
-    """Tokens to the registry; what the flow wrote there (GPU seconds, money) back, to be logged. Once in `COSTS_S`."""
+    """What the trainer counts (tokens, its idle seconds) to the registry; what the flow wrote there (GPU seconds, the students'
+    idle ones, money) back, to be logged. Once in `COSTS_S`."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
         self._known: dict[str, float] = {}
-        self._tokens: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
         self._exchanged = float("-inf")
 
     def known(self, metrics: dict[str, float]) -> dict[str, float]:
-        """By catalog name, as of the last look; `metrics`: those of the step, which carry the tokens."""
+        """By catalog name, as of the last look; `metrics`: those of the step, which carry what the trainer counts."""
         for name, value in metrics.items():
-            if name.startswith("cost/tokens/"):
-                self._tokens[name.removeprefix("cost/")] = value
+            if name.startswith("cost/"):
+                self._counted[name.removeprefix("cost/")] = value
         if time.monotonic() - self._exchanged >= COSTS_S:
             self.exchange()
         return self._known
 
     def exchange(self) -> None:
-        """In the registry's thread. Tokens are the run's, over all attempts, so they stand under attempt 0."""
+        """In the registry's thread. What the trainer counts is the run's, over all attempts, so it stands under attempt 0."""
         self._exchanged = time.monotonic()
-        tokens, registry, run_id = dict(self._tokens), self._writer.registry, self._writer.run_id
+        counted, registry, run_id = dict(self._counted), self._writer.registry, self._writer.run_id
 
         def exchange() -> None:
-            registry.add_costs(run_id, 0, tokens)
-            used = registry.costs(run_id).items()
-            self._known = {f"cost/{kind}": value for kind, value in used if kind == "usd" or kind.startswith("gpu_s/")}
+            registry.add_costs(run_id, 0, counted)
+            self._known = {f"cost/{kind}": value for kind, value in registry.costs(run_id).items() if kind not in counted}
 
         self._writer.submit(exchange)
 

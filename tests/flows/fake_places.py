@@ -26,6 +26,10 @@ class FakePlace:
         return self._url
 
     @property
+    def gpus(self) -> int:
+        return 0
+
+    @property
     def row(self) -> dict[str, Any]:
         return {"name": self.name, "url": self._url}
 

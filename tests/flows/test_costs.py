@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -42,8 +43,9 @@ def leases(registry: Registry, clock: Clock) -> Iterator[LeaseManager]:
         yield manager
 
 
-def make(registry: Registry, run_id: str, leases: LeaseManager, clock: Clock, **limits: float) -> Meter:
-    return Meter(registry, run_id, leases, LimitsConfig(**limits), clock)  # type: ignore[arg-type]
+def make(registry: Registry, run_id: str, leases: LeaseManager, clock: Clock, **limits: Any) -> Meter:
+    busy_s: Callable[[], float] = limits.pop("busy_s", lambda: 0.0)
+    return Meter(registry, run_id, leases, LimitsConfig(**limits), clock, busy_s)
 
 
 def by_attempt(registry: Registry, run_id: str) -> dict[tuple[int, str], float]:
@@ -52,16 +54,21 @@ def by_attempt(registry: Registry, run_id: str) -> dict[tuple[int, str], float]:
 
 def test_seconds_count_from_lease_to_release_by_attempt(registry: Registry, leases: LeaseManager, clock: Clock) -> None:
     run = registry.create_run("r", "sft").id
-    meter = make(registry, run, leases, clock, usd_per_gpu_hour=36.0)
+    busy_s = 0.0
+    meter = make(registry, run, leases, clock, busy_s=lambda: busy_s, usd_per_gpu_hour=36.0)
     student = leases.lease_gpus(1, run, "student")
     clock.now += 10  # servers start: the first attempt's
     meter.begin_attempt(1)
     leases.lease_gpus(2, run)
     clock.now += 100
+    busy_s = 80.0
     meter.write()
-    assert registry.costs(run) == pytest.approx({"gpu_s/student": 110, "gpu_s/trainer": 200, "usd": 3.1})
+    assert registry.costs(run) == pytest.approx(
+        {"gpu_s/student": 110, "idle_gpu_s/student": 30, "gpu_s/trainer": 200, "usd": 3.1}
+    )
     meter.begin_attempt(2)
     clock.now += 5
+    busy_s = 85.0
     leases.release(student)
     leases.release(student)  # released once
     clock.now += 5
@@ -71,9 +78,11 @@ def test_seconds_count_from_lease_to_release_by_attempt(registry: Registry, leas
     assert by_attempt(registry, run) == pytest.approx(
         {
             (1, "gpu_s/student"): 110,
+            (1, "idle_gpu_s/student"): 30,
             (1, "gpu_s/trainer"): 200,
             (1, "usd"): 3.1,
             (2, "gpu_s/student"): 5,
+            (2, "idle_gpu_s/student"): 0,
             (2, "gpu_s/trainer"): 20,
             (2, "usd"): 0.25,
         }
@@ -85,7 +94,7 @@ def test_a_resumed_flow_adds_to_what_was_there(registry: Registry, clock: Clock)
     for seconds in (7, 8):  # flow runs that never came to an attempt
         with LeaseManager(registry, clock=clock) as leases:
             meter = make(registry, run, leases, clock)
-            leases.lease_gpus(1, run, "student")
+            leases.lease_gpus(1, run)
             clock.now += seconds
         meter.write()
     with LeaseManager(registry, clock=clock) as leases:
@@ -94,7 +103,7 @@ def test_a_resumed_flow_adds_to_what_was_there(registry: Registry, clock: Clock)
         leases.lease_gpus(1, run)
         clock.now += 20
     meter.write()
-    assert by_attempt(registry, run) == {(0, "gpu_s/student"): 15, (1, "gpu_s/trainer"): 20}
+    assert by_attempt(registry, run) == {(0, "gpu_s/trainer"): 15, (1, "gpu_s/trainer"): 20}
 
 
 def test_without_gpus_nothing_is_written(registry: Registry, leases: LeaseManager, clock: Clock) -> None:
