@@ -11,6 +11,7 @@ from flows.checkpoints_cli import checkpoints
 from flows.deploy_cli import PRESET, deploy, presets, split_settings
 from flows.evaluate_cli import evaluate
 from flows.export_cli import export
+from flows.recipe_cli import specialise_and_merge
 from flows.reproduce_cli import reproduce
 from flows.runs_cli import print_runs, runs
 from flows.servers_cli import servers
@@ -53,10 +54,16 @@ def run(kind: str, settings: tuple[str, ...], preset: str | None) -> None:
 def resume(run: str) -> None:
     """Go on with the failed or killed RUN (name or id) from its last whole checkpoint."""
     from flows.launch import launch
+    from flows.recipe_cli import launch as launch_recipe
+    from flows.recipe_runs import FLOW, config_of_recipe
     from flows.runs import config_of
     from infra.registry import Registry
 
-    launch(config_of(Registry().get_run(run)))
+    row = Registry().get_run(run)
+    if row.flow == FLOW:
+        launch_recipe(config_of_recipe(row))
+    else:
+        launch(config_of(row))
 
 
 @cli.command()
@@ -128,12 +135,13 @@ def status() -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON list of findings.")
 @click.option("--python", help="Interpreter that has vLLM. Default: this one.")
+@click.option("--storage", "uri", metavar="URI", help="Where checkpoints are to go. Default: LOOPWRIGHT_STORAGE__URI, if set.")
 @click.option("--deep", is_flag=True, help="Also start a vLLM server with a tiny model (a minute or two).")
-def doctor(as_json: bool, python: str | None, deep: bool) -> None:
+def doctor(as_json: bool, python: str | None, uri: str | None, deep: bool) -> None:
     """Check this machine: GPUs, vLLM, ports, storage, database, tracking, Prefect, packages. Exit code 1: a run would fail."""
     from flows.doctor import examine, print_findings
 
-    findings = examine(python, deep)
+    findings = examine(python, deep, uri)
     print_findings(findings, as_json)
     sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)
 
@@ -167,6 +175,7 @@ config.add_command(presets)
 cli.add_command(reproduce)
 cli.add_command(evaluate)
 cli.add_command(export)
+cli.add_command(specialise_and_merge)
 
 
 def main() -> None:

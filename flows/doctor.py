@@ -22,7 +22,10 @@ from urllib.parse import urlsplit
 
 import click
 import httpx
+from pydantic import ValidationError
 
+from flows.config import StorageConfig
+from flows.config_file import ConfigErrors, file_layers
 from infra import checkup
 from infra.checkup import Finding
 from infra.errors import InfraError
@@ -34,8 +37,12 @@ LOCK = Path(__file__).parents[1] / "requirements.lock"
 OURS = "loopwright"
 
 
-def examine(python: str | None = None, deep: bool = False) -> list[Finding]:
-    """Every finding, in the order in which a run would meet them. A check that breaks is a finding too."""
+def examine(python: str | None = None, deep: bool = False, uri: str | None = None) -> list[Finding]:
+    """Every finding, in the order in which a run would meet them. A check that breaks is a finding too.
+
+    Args:
+        uri: see `storage`.
+    """
     from infra.registry import default_url
     from infra.tracking import default_uri
 
@@ -44,7 +51,7 @@ def examine(python: str | None = None, deep: bool = False) -> list[Finding]:
         ("GPU", checkup.gpus),
         ("vLLM", lambda: checkup.vllm(python, bool(visible_gpus()))),
         ("ports", checkup.ports),
-        ("storage", storage),
+        ("storage", lambda: storage(uri)),
         ("database", lambda: checkup.database(default_url())),
         ("tracking", lambda: tracking(default_uri())),
         ("Prefect", prefect),
@@ -137,18 +144,47 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def storage() -> Iterator[Finding]:
+def storage(uri: str | None = None) -> Iterator[Finding]:
+    """The home, and where checkpoints go: to `uri`, or where LOOPWRIGHT_STORAGE__URI sends those of this machine's runs."""
     from infra.home import home
 
-    yield from checkup.storage(home(), "LOOPWRIGHT_HOME")
+    yield checkup.folder(home(), "LOOPWRIGHT_HOME", "LOOPWRIGHT_HOME=…")
+    yield from checkup.shared_memory()
+    try:
+        place = storage_of_machine(uri)
+    except (ConfigErrors, ValidationError) as error:
+        named = "LOOPWRIGHT_STORAGE__URI" if uri is None else "--storage"
+        yield Finding("storage", "fail", f"{named}: {' '.join(str(error).split())}", f"write {named}=s3://bucket/prefix")
+        return
+    if place.remote:
+        yield checkup.bucket(place.of_run(OURS))
+    elif place.uri is not None:
+        yield checkup.folder(place.folder(), "storage.uri", "LOOPWRIGHT_STORAGE__URI=…")
+
+
+def storage_of_machine(uri: str | None) -> StorageConfig:
+    """What a run would be given that names no storage in its config, or `uri`.
+
+    Raises:
+        ConfigErrors, ValidationError: it makes no sense.
+    """
+    merged: dict[str, Any] = {}
+    for _, tree in file_layers("grpo", None):
+        merged |= tree.get("storage", {})
+    return StorageConfig.model_validate(merged | ({} if uri is None else {"uri": uri}))
 
 
 def tracking(uri: str) -> Iterator[Finding]:
     """MLflow's store: the local file can be opened, or the server answers and lets this user in."""
-    if not uri.startswith("http"):
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite":
         yield local_tracking(uri)
         return
-    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        kind = f"{parts.scheme}:// address" if parts.scheme not in ("", "file") else "folder"
+        remedy = "have an MLflow server serve it and set MLFLOW_TRACKING_URI=http://…, or write sqlite:////folder/mlflow.db"
+        yield Finding("tracking", "fail", f"MLFLOW_TRACKING_URI is a {kind}: runs write to a server or an SQLite file", remedy)
+        return
     shown = uri.replace(f"{parts.username}:{parts.password}@", "") if parts.password else uri
     user, password = os.environ.get("MLFLOW_TRACKING_USERNAME"), os.environ.get("MLFLOW_TRACKING_PASSWORD")
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.errors import InfraError
+from infra.errors import InfraError, StorageError, StorageRefused
 from infra.leases import PORTS
+from infra.storage.run_storage import RunStorage
 from infra.vllm_command import PLUGIN
 from infra.vllm_features import Features, installed
 
@@ -30,6 +31,7 @@ HOME_WARN_GIB, HOME_FAIL_GIB = 10.0, 1.0
 SHM_WARN_GIB = 2.0
 PORTS_LOOKED_AT = 40
 DATABASE_WAIT_S = 5.0
+ACTIONS = "s3:PutObject, s3:GetObject, s3:DeleteObject, s3:ListBucket, s3:ListBucketMultipartUploads, s3:AbortMultipartUpload"
 TRIED = ((0, 26), (0, 32))  # first and last version of vLLM that this was run with
 
 
@@ -153,11 +155,11 @@ def port_is_free(port: int) -> bool:
     return False
 
 
-def storage(folder: Path, name: str, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """`folder` takes files and renames them; how much room there is."""
-    probe = folder / f".loopwright-doctor-{uuid.uuid4().hex[:8]}"
+def folder(path: Path, name: str, remedy: str) -> Finding:
+    """It takes files and renames them; how much room there is. `remedy`: how another one is named."""
+    probe = path / f".loopwright-doctor-{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         with probe.open("wb") as file:
             file.write(bytes(4096))
             os.fsync(file.fileno())
@@ -166,14 +168,28 @@ def storage(folder: Path, name: str, shm: Path = Path("/dev/shm")) -> Iterator[F
     except OSError as error:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
-        yield Finding(
-            "storage", "fail", f"{name} {folder} cannot be written: {error.strerror}", "name another: LOOPWRIGHT_HOME=…"
-        )
-        return
-    free = shutil.disk_usage(folder).free / GIB
+        return Finding("storage", "fail", f"{name} {path} cannot be written: {error.strerror}", f"name another: {remedy}")
+    free = shutil.disk_usage(path).free / GIB
     status = "fail" if free < HOME_FAIL_GIB else "warn" if free < HOME_WARN_GIB else "ok"
-    remedy = "" if status == "ok" else "make room, or set storage.uri or LOOPWRIGHT_HOME to a larger disk"
-    yield Finding("storage", status, f"{name} {folder}: writable, {free:.1f} GiB free", remedy)
+    remedy = "" if status == "ok" else f"make room, or name a folder on a larger disk: {remedy}"
+    return Finding("storage", status, f"{name} {path}: writable, {free:.1f} GiB free", remedy)
+
+
+def bucket(place: RunStorage) -> Finding:
+    """Its bucket is there and lets this user store, list, read and delete an object, which then is gone again."""
+    try:
+        place.quick_check()
+    except StorageRefused as error:
+        remedy = f"the user needs {ACTIONS} on the bucket; another service is named by AWS_ENDPOINT_URL_S3"
+        return Finding("storage", "fail", f"storage.uri {place.uri}: {error}", remedy)
+    except StorageError as error:
+        remedy = "start the service, or set AWS_ENDPOINT_URL_S3 (storage.endpoint_url in a config) to where it is"
+        return Finding("storage", "fail", f"storage.uri {place.uri}: {error}", remedy)
+    return Finding("storage", "ok", f"storage.uri {place.uri}: an object was stored, listed, read and deleted")
+
+
+def shared_memory(shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Weights of CPU servers travel through it."""
     if shm.is_dir():
         size = shutil.disk_usage(shm).total / GIB
         small = size < SHM_WARN_GIB
@@ -182,17 +198,19 @@ def storage(folder: Path, name: str, shm: Path = Path("/dev/shm")) -> Iterator[F
 
 
 def database(url: str) -> Iterator[Finding]:
-    """The registry opens, and takes a lock for writing."""
+    """The registry opens, and takes a lock for writing. `url`: SQLAlchemy's, an SQLite file's or a server's."""
     from sqlalchemy import text
     from sqlalchemy.exc import SQLAlchemyError
 
     from infra.registry import Registry
     from infra.registry_engine import WRITES, open_engine
 
-    shown = url.split("@")[-1]
+    shown, in_file = url.split("@")[-1].partition("?")[0], url.startswith("sqlite")
     try:
-        # The real thing waits for a minute; a doctor does not.
-        if url.startswith("sqlite"):
+        # The real thing waits for a minute or more; a doctor does not.
+        if not in_file:
+            url = impatient(url)
+        else:
             with sqlite3.connect(url.removeprefix("sqlite:///"), timeout=DATABASE_WAIT_S) as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.rollback()
@@ -201,10 +219,23 @@ def database(url: str) -> Iterator[Finding]:
         with engine.begin() as connection:
             connection.execute(text("SELECT 1"))
         engine.dispose()
-    except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
+    except (InfraError, SQLAlchemyError, sqlite3.Error, OSError) as error:
         cause = str(getattr(error, "orig", error)).splitlines()[0]
-        held = "a process that holds the lock must end first (`fuser` names it)"
-        remedy = held if "locked" in cause else "mend or move the file away, or put LOOPWRIGHT_HOME on a local disk"
+        if not in_file:
+            remedy = "start the database, or correct LOOPWRIGHT_REGISTRY_URL=postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        elif "locked" in cause:
+            remedy = "a process that holds the lock must end first (`fuser` names it)"
+        else:
+            remedy = "mend or move the file away, or put LOOPWRIGHT_HOME on a local disk"
         yield Finding("database", "fail", f"registry {shown}: {cause}", remedy)
         return
     yield Finding("database", "ok", f"registry {shown} opens and takes a write lock")
+
+
+def impatient(url: str) -> str:
+    """A database server's URL with a time limit for connecting, unless it has one."""
+    from sqlalchemy.engine import make_url
+
+    parts = make_url(url)
+    limit = {} if "connect_timeout" in parts.query else {"connect_timeout": f"{DATABASE_WAIT_S:.0f}"}
+    return parts.update_query_dict(limit).render_as_string(hide_password=False)

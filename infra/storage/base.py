@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from infra.errors import StorageRefused
+from infra.errors import StorageError, StorageRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,17 @@ class Storage(Protocol):
         ...
 
     def check(self) -> None:
-        """Write an object and delete it: raises if a run could not store its checkpoints here."""
-        key = f".loopwright-check-{uuid.uuid4().hex[:8]}"
-        self.put_bytes(key, b"may be deleted\n" * 300)
-        self.delete([key])
+        """What a run does with its checkpoints, once each: raises if it could not store, list, read or delete them here."""
+        key, data = f".loopwright-check-{uuid.uuid4().hex[:8]}", b"may be deleted\n" * 300
+        self.discard_unfinished(key)
+        self.put_bytes(key, data)
+        try:
+            if key not in self.list(key):
+                raise StorageError(f"{self.uri}: what was stored is not in the list of what is there")
+            if self.get_bytes(key) != data:
+                raise StorageError(f"{self.uri}: what comes back is not what was stored")
+        finally:
+            self.delete([key])
 
 
 def is_remote(uri: str | None) -> bool:

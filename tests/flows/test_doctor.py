@@ -6,13 +6,12 @@ import json
 import socket
 import sqlite3
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from click.testing import CliRunner
 
 from flows import doctor
@@ -20,34 +19,15 @@ from flows.cli import cli
 from infra import checkup
 from infra.checkup import Finding
 from infra.registry import Registry, default_url
+from infra.storage.s3_client import make_client
 from infra.vllm_features import Features
+from tests.support.answering import answering
+from tests.support.postgres import PASSWORD
+from tests.support.s3 import S3Server, s3
+
+__all__ = ["s3"]
 
 FULL = frozenset({"weight_transfer_config", "enable_lora", "return_sampling_mask"})
-
-
-@contextmanager
-def answering(status: int, body: bytes = b"{}", kind: str = "application/json", key: str | None = None) -> Iterator[str]:
-    """An HTTP server that answers everything so; with `key` only to that Authorization header, else 401."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status if key in (None, self.headers.get("Authorization")) else 401)
-            self.send_header("Content-Type", kind)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def one(findings: Iterator[Finding]) -> Finding:
@@ -127,17 +107,89 @@ def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_storage_that_cannot_be_written_or_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    none = tmp_path / "no-shm"
     (tmp_path / "file").touch()
-    assert one(checkup.storage(tmp_path / "file" / "x", "here", none)).status == "fail"
-    assert one(checkup.storage(tmp_path, "here", none)).status in ("ok", "warn")
+    broken = checkup.folder(tmp_path / "file" / "x", "here", "HERE=…")
+    assert broken.status == "fail" and broken.remedy == "name another: HERE=…"
+    assert checkup.folder(tmp_path, "here", "").status in ("ok", "warn")
     assert list(tmp_path.glob(".loopwright-doctor*")) == []
     monkeypatch.setattr(checkup, "HOME_WARN_GIB", 1e9)
-    assert one(checkup.storage(tmp_path, "here", none)).status == "warn"
+    assert checkup.folder(tmp_path, "here", "").status == "warn"
     monkeypatch.setattr(checkup, "HOME_FAIL_GIB", 1e9)
-    assert "GiB free" in one(checkup.storage(tmp_path, "here", none)).text
+    full = checkup.folder(tmp_path, "here", "HERE=…")
+    assert full.status == "fail" and "GiB free" in full.text and "larger disk: HERE=…" in full.remedy
+    assert list(checkup.shared_memory(tmp_path / "no-shm")) == []
     monkeypatch.setattr(checkup, "SHM_WARN_GIB", 1e9)
-    assert [finding.remedy for finding in checkup.storage(tmp_path, "here", tmp_path)][1].endswith("--shm-size=8g")
+    assert one(checkup.shared_memory(tmp_path)).remedy.endswith("--shm-size=8g")
+
+
+def bucket_of(uri: str | None = None) -> Finding:
+    """What is said of where checkpoints go, after home and shared memory."""
+    *_, found = doctor.storage(uri)
+    assert found.area == "storage" and (found.status == "ok" or found.remedy)
+    return found
+
+
+def test_a_bucket_is_written_read_and_left_as_it_was(home: Path, s3: S3Server) -> None:
+    found = bucket_of("s3://runs/some/where")
+    assert found.status == "ok" and "storage.uri s3://runs/some/where" in found.text and s3.files() == {}
+
+
+def test_the_bucket_of_this_machines_runs(home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "s3" not in bucket_of().text, "none is named"
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    monkeypatch.setenv("LOOPWRIGHT_STORAGE__ENDPOINT_URL", s3.url)
+    monkeypatch.setenv("LOOPWRIGHT_STORAGE__URI", "s3://runs/mine")
+    assert bucket_of().status == "ok"
+    with s3.down():
+        done = CliRunner().invoke(cli, ["doctor", "--json"])
+        (failed,) = [item for item in json.loads(done.output) if item["status"] == "fail"]
+        assert done.exit_code == 1 and failed["area"] == "storage"
+        assert "Could not connect" in failed["text"] and "AWS_ENDPOINT_URL_S3" in failed["remedy"]
+    monkeypatch.setenv("LOOPWRIGHT_STORAGE__URI", "s4://runs")
+    wrong = bucket_of()
+    assert wrong.status == "fail" and "s4:// is no storage" in wrong.text and "LOOPWRIGHT_STORAGE__URI=" in wrong.remedy
+
+
+@pytest.mark.parametrize(
+    ("uri", "environment", "text"),
+    [
+        ("s3://no-such-bucket/x", {}, "there is no bucket no-such-bucket"),
+        ("s3://runs/x", {"AWS_SECRET_ACCESS_KEY": "another-secret"}, "SignatureDoesNotMatch"),
+        ("s3://runs/x", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no credentials"),
+    ],
+)
+def test_a_bucket_that_does_not_let_us_in(
+    home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, uri: str, environment: dict[str, str], text: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = bucket_of(uri)
+    assert found.status == "fail" and text in found.text and "another-secret" not in found.text
+    assert "s3:PutObject" in found.remedy
+
+
+def test_a_bucket_that_may_be_written_and_not_read(home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with rights for writing alone: the service is real, its refusal is the client's."""
+    refusal = ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "GetObject")
+
+    def refusing(options: Any) -> Any:
+        client = make_client(options)
+        client.meta.events.register("before-call.s3.GetObject", refuse)
+        return client
+
+    def refuse(**_: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr("infra.storage.s3.make_client", refusing)
+    found = bucket_of("s3://runs/x")
+    assert found.status == "fail" and "refuses get_object (AccessDenied" in found.text and "s3:GetObject" in found.remedy
+    assert s3.files() == {}, "the probe is gone"
+
+
+def test_a_folder_for_checkpoints(home: Path, tmp_path: Path) -> None:
+    assert str(tmp_path / "runs") in bucket_of(f"file://{tmp_path}/runs").text
+    (tmp_path / "file").touch()
+    assert "LOOPWRIGHT_STORAGE__URI" in bucket_of(str(tmp_path / "file" / "runs")).remedy
 
 
 def test_a_registry_that_is_no_database(home: Path) -> None:
@@ -155,6 +207,29 @@ def test_a_registry_that_another_process_holds(home: Path, monkeypatch: pytest.M
         holder.execute("ROLLBACK")
     assert found.status == "fail" and "locked" in found.text and "fuser" in found.remedy
     assert one(checkup.database(default_url())).status == "ok"
+
+
+def test_a_registry_on_a_database_server(postgres_url: str, unused_port: int) -> None:
+    found = one(checkup.database(postgres_url))
+    assert found.status == "ok" and "127.0.0.1" in found.text and PASSWORD not in found.text
+    wrong = one(checkup.database(postgres_url.replace(PASSWORD, "wrong-password")))
+    assert wrong.status == "fail" and "password authentication failed" in wrong.text and "wrong-password" not in wrong.text
+    assert "LOOPWRIGHT_REGISTRY_URL" in wrong.remedy
+    gone = one(checkup.database(f"postgresql+psycopg://me:{PASSWORD}@127.0.0.1:{unused_port}/runs"))
+    assert gone.status == "fail" and "start the database" in gone.remedy and PASSWORD not in gone.text
+
+
+def test_a_database_server_that_never_answers_is_not_waited_for() -> None:
+    url = "postgresql+psycopg://me:secret@host/runs"
+    assert checkup.impatient(url) == f"{url}?connect_timeout=5"
+    assert checkup.impatient(f"{url}?connect_timeout=9") == f"{url}?connect_timeout=9"
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:hidden@host/mlflow", "file:///folder", "mlruns"])
+def test_tracking_that_no_run_can_write_to(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = one(doctor.tracking(uri))
+    assert found.status == "fail" and "hidden" not in found.text and list(tmp_path.iterdir()) == []
 
 
 def test_tracking_over_http(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
