@@ -2,8 +2,9 @@
 
     lease (name, GPUs, port) ─▶ start ─▶ ready, listed ─▶ … died: again at the same address, so often in all ─▶ ended
 
-Runs name it by `servers.student.url: name:X`. The port stays leased over restarts: a run that uses the server goes on with it
-once it answers again, and gives it its weights anew.
+A run names it by `servers.student.url: name:X`; any number of runs name a teacher by `servers.teachers.NAME.url: name:X`. The
+port stays leased over restarts: a run that uses the server goes on with it once it answers again, and gives a student its
+weights anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from infra.gpus import visible_gpus
 from infra.leases import LeaseManager, PortLease
 from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
-from infra.server_names import NAME, PREFIX, holding, key_for, record
+from infra.server_names import NAME, holding, key_for, record, usage_of
 from infra.vllm import ServerSpec, VLLMServer, start_server
 from trainers.config import StrictModel
 from trainers.config_base import number_fields
@@ -47,6 +48,11 @@ class ServeConfig(StrictModel):
         default=None, gt=0, description="Seconds after which it is ended. Default none: kept until cancelled."
     )
     server: ServerConfig = Field(default_factory=ServerConfig, description="How it is started.")
+    teacher: bool = Field(
+        default=False,
+        description="For scoring only, by any number of runs: all logprobs may be asked for, weights cannot be changed. "
+        "Default false.",
+    )
     top_logprobs: int = Field(
         default=GRPORunConfig.model_fields["num_sampler_logprobs"].default,
         ge=0,
@@ -101,7 +107,8 @@ class KeptServer:
 
     def _spec(self) -> ServerSpec:
         given = self.config.server
-        return ServerSpec(
+        make = ServerSpec.teacher if self.config.teacher else ServerSpec
+        return make(
             model=resolve_model(resolve(self.config.model)),
             name=self.config.name,
             python=resolve(given.python),
@@ -157,7 +164,7 @@ def keep(kept: KeptServer) -> dict[str, Any]:
             artifacts.servers_table(
                 [{"name": config.name, "url": server.url, "model": found.model, "log": str(server.log_path)}]
             )
-            print(f"kept as {config.name} at {server.url}; runs name it by servers.student.url={PREFIX}{config.name}")
+            print(f"kept as {config.name} at {server.url}; runs name it by {usage_of(config.name, config.teacher)}")
             while server.alive():
                 if time.monotonic() >= until:
                     return {"name": config.name, "url": server.url, "ended": f"ttl_s={config.ttl_s:g} is over"}

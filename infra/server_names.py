@@ -76,6 +76,11 @@ def record(registry: Registry, server: VLLMServer, lease_id: str, where_key: str
     )
 
 
+def usage_of(name: str, teacher: bool) -> str:
+    """How a run's config names a server that is kept by a name."""
+    return f"servers.{'teachers.NAME' if teacher else 'student'}.url={PREFIX}{name}"
+
+
 def kept(registry: Registry) -> list[ServerRow]:
     """All that are kept by a name now, as far as is known."""
     return [row for row in registry.list_servers(running=True) if row.run_id is None and "key" in row.details]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from infra.gpus import visible_gpus
 from infra.vllm_features import Features
@@ -45,7 +45,7 @@ class ServerSpec:
     max_model_len: int | None = None
     dtype: str | None = None
     top_logprobs: int = 0  # log-probabilities per token that requests ask for beside the sampled one's
-    max_logprobs: int = 20  # most that a request may ask for
+    max_logprobs: int = 20  # most that a request may ask for; -1: no bound
     sampling_mask: bool = False  # return the ids each token was sampled among (GPU only); every request must then set top_k
     max_lora_rank: int | None = None  # adapters may be loaded while it serves, up to this rank; None: none
     max_loras: int = 1  # adapters that requests of one moment may name
@@ -55,6 +55,13 @@ class ServerSpec:
     env: dict[str, str] = field(default_factory=dict)
     seed: int = 0
     weight_dirs: tuple[str, ...] = ()
+    frozen: bool = False  # its weights stay as they are, so it has no endpoint that changes them
+
+    @classmethod
+    def teacher(cls, model: str, **fields: Any) -> ServerSpec:
+        """Of a server that only scores: any number of log-probabilities of a prompt's tokens, and weights that stay."""
+        # The Rust front end was never asked for log-probabilities of a prompt.
+        return cls(model, **{"front_end": "python", "max_logprobs": -1, "frozen": True, **fields})
 
     @property
     def resolved_device(self) -> Literal["cpu", "cuda"]:
@@ -87,9 +94,11 @@ def command_line(spec: ServerSpec, port: int, features: Features, front: Choice,
     arguments = [spec.python or sys.executable, "-m", "loopwright_vllm.serve"]
     arguments.append(str(Path(spec.model).expanduser()) if spec.model.startswith("~") else spec.model)
     arguments += ["--served-model-name", SERVED_NAME, "--host", host, "--port", str(port), "--seed", str(spec.seed)]
-    arguments += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(max(spec.max_logprobs, spec.top_logprobs + 1))]
-    arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    arguments += ["--worker-extension-cls", "loopwright_vllm.worker.WorkerExtension"]
+    most = -1 if spec.max_logprobs == -1 else max(spec.max_logprobs, spec.top_logprobs + 1)
+    arguments += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(most)]
+    if not spec.frozen:
+        arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        arguments += ["--worker-extension-cls", "loopwright_vllm.worker.WorkerExtension"]
     if features.takes("enable_scale_out"):
         arguments.append("--enable-scale-out")  # before it was an option, /inference/v1/generate was always there
     if not front.rust:
@@ -118,7 +127,7 @@ def command_line(spec: ServerSpec, port: int, features: Features, front: Choice,
 def environment(spec: ServerSpec, key: str, gpus: Sequence[int] = (), front: Choice | None = None) -> dict[str, str]:
     """The server's whole environment."""
     env = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.match(name)}
-    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"VLLM_SERVER_DEV_MODE": "0" if spec.frozen else "1", "VLLM_NO_USAGE_STATS": "1"}
     if spec.resolved_device == "cpu":
         # Without "nobind" every worker would bind to core 0.
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}

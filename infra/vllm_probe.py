@@ -39,12 +39,17 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of its student server."""
+    """What a run asks of its student server, or with `frozen` of a teacher, whose weights stay as they are.
+
+    `generate_endpoint`: /inference/v1/generate, without which a student's tokens come without their policy versions.
+    """
 
     max_model_len: int = 1
     weight_transfer: str | None = BACKEND
     logprobs_mode: str = "processed_logprobs"
     max_logprobs: int = 1
+    generate_endpoint: bool = True
+    frozen: bool = False
 
 
 def request(url: str, key: str | None, path: str, **options: Any) -> httpx.Response:
@@ -119,11 +124,12 @@ def _keyed(url: str) -> bool:
 def lacking(found: Capabilities, needs: Needs) -> list[str]:
     """What is missing, one line each, with what to start the server with."""
     lines = []
-    if not found.control_plane:
+    if not found.control_plane and not needs.frozen:
         lines.append("it has no /pause and /update_weights: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
-    if not found.generate_endpoint:
+    if not found.generate_endpoint and needs.generate_endpoint:
         lines.append("it has no /inference/v1/generate: add --enable-scale-out")
-    if needs.weight_transfer is not None and found.control_plane and found.weight_transfer != needs.weight_transfer:
+    transfers = needs.weight_transfer is not None and not needs.frozen and found.control_plane
+    if transfers and found.weight_transfer != needs.weight_transfer:
         lines.append(
             f"its weight transfer backend is {found.weight_transfer}: add --weight-transfer-config "
             f'\'{{"backend": "{needs.weight_transfer}"}}\' (and infra/vllm_plugin to its PYTHONPATH)'

@@ -1,4 +1,4 @@
-"""`loopwright serve MODEL`: one server in the foreground, set up as a run would set up its student."""
+"""`loopwright serve MODEL`: one server in the foreground, set up as a run would set up its student, or a teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from infra.errors import InfraError
 from infra.leases import LeaseManager
 from infra.registry import Registry
-from infra.server_names import PREFIX, NameTaken, holding, key_for, record
+from infra.server_names import NameTaken, holding, key_for, record, usage_of
 from infra.vllm import ServerSpec, start_server
 
 
@@ -32,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
     serve.add_argument("--dtype", help="default: float32 on CPU, bfloat16 on GPU")
     serve.add_argument("--python", help="interpreter that has vLLM (default: this one)")
+    serve.add_argument(
+        "--teacher", action="store_true", help="for scoring only: any number of logprobs, weights that cannot be changed"
+    )
     serve.add_argument("--weight-dir", action="append", default=[], help="folder weight updates may come from; repeatable")
     serve.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM, after --")
     return top
@@ -46,7 +49,8 @@ def _port(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after Ctrl-C or SIGTERM, 1 when the server ended by itself, 2 when it could not be started."""
     options = parser().parse_args(arguments)
-    spec = ServerSpec(
+    make = ServerSpec.teacher if options.teacher else ServerSpec
+    spec = make(
         model=options.model,
         name=options.name or "serve",
         python=options.python,
@@ -86,7 +90,7 @@ def _serve(spec: ServerSpec, options: argparse.Namespace) -> int:
             if where_key != "environment":
                 print(f"export VLLM_API_KEY={server.api_key}", flush=True)
             server.wait_ready(on_progress=lambda line: print(line, flush=True))
-            print(f"ready at {server.url} (for runs: servers.student.url={PREFIX}{spec.name}; Ctrl-C ends it)", flush=True)
+            print(f"ready at {server.url} (for runs: {usage_of(spec.name, spec.frozen)}; Ctrl-C ends it)", flush=True)
             code = server.process.wait()
             print(f"the server ended: {server.describe_exit()}\n{server.process.log_tail(10)}", file=sys.stderr)
             return 1 if code else 0

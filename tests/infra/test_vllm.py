@@ -94,6 +94,16 @@ def test_logprobs_and_candidate_sets_are_what_the_run_asks_for(model):
     assert option(command_line(asking, 1), "--max-logprobs") == "65" and "--return-sampling-mask" in command_line(asking, 1)
 
 
+def test_a_teacher_returns_any_number_of_logprobs_and_has_nothing_that_changes_its_weights(model):
+    for device in ("cpu", "cuda"):
+        spec = ServerSpec.teacher(model, device=device, top_logprobs=64)
+        line = command_line(spec, 1)
+        assert (option(line, "--max-logprobs"), option(line, "--logprobs-mode")) == ("-1", "processed_logprobs")
+        assert not {"--weight-transfer-config", "--worker-extension-cls"} & set(line)
+        assert option(line, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"  # keyed; not the Rust front end
+        assert environment(spec, "key", [0])["VLLM_SERVER_DEV_MODE"] == "0"
+
+
 def test_what_an_installation_does_not_have_is_left_out(model):
     asking = ServerSpec(model, device="cuda", sampling_mask=True)
     old = command_line(asking, 1, BEFORE_028)
@@ -281,6 +291,14 @@ def test_what_is_lacking_names_the_flag_to_add(change, flag):
         require("http://server", dataclasses.replace(GOOD, **change), Needs(max_model_len=100))
     assert flag in str(caught.value) and "http://server" in str(caught.value)
     assert str(caught.value).count("\n- ") == 1
+
+
+def test_a_teacher_need_not_be_able_to_change_its_weights():
+    stock = dataclasses.replace(GOOD, control_plane=False, weight_transfer=None, generate_endpoint=False, max_logprobs=-1)
+    needs = Needs(max_model_len=100, max_logprobs=64, generate_endpoint=False, frozen=True)
+    assert lacking(stock, needs) == []
+    lines = lacking(dataclasses.replace(stock, max_logprobs=20, max_model_len=99), needs)
+    assert [line.rpartition("add ")[2] for line in lines] == ["--max-logprobs 64", "--max-model-len 100"]
 
 
 class RustLike(BaseHTTPRequestHandler):

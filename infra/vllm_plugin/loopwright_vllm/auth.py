@@ -6,6 +6,7 @@ vLLM's own check covers `/v1`, `/v2`, `/inference` and `/cohere` only and leaves
 
 import os
 
+from loopwright_vllm import arrays
 from loopwright_vllm.control import Control
 from loopwright_vllm.guard import Guard
 
@@ -17,5 +18,8 @@ class KeyMiddleware(Guard):
         key = os.environ.get("VLLM_API_KEY", "")
         if not key:
             raise RuntimeError("VLLM_API_KEY is not set: this server refuses to run without a key")
+        arrays.install()
         body = b'{"error": "key missing or wrong: send Authorization: Bearer $VLLM_API_KEY"}'
-        super().__init__(Control(app), "Bearer", key.encode(), b"Bearer", body, "key missing or wrong")
+        # A server that is not in development mode keeps its weights, a teacher's: it offers no sync either.
+        inner = Control(app) if os.environ.get("VLLM_SERVER_DEV_MODE") == "1" else app
+        super().__init__(inner, "Bearer", key.encode(), b"Bearer", body, "key missing or wrong")
