@@ -34,6 +34,7 @@ _NAMESPACES = {
     "batch": "Batches",
     "perf": "Time and speed",
     "cost": "Costs",
+    "recipe": "Recipes (of the parent run; step 0 base, 1 SFT, 2 each domain's specialist, 3 merged student)",
     "sweep": "Sweeps (of the parent run; the step is how many trials have finished)",
 }
 _REDUCTIONS = {
@@ -53,8 +54,8 @@ def metrics_page() -> str:
         "",
         f"{MADE_BY} The catalog is `trainers/metrics.py`: a metric that is not in it cannot be logged.",
         "",
-        "Steps are whole optimizer steps, counted from 1 over all attempts of a run. `<func>`, `<cause>` and `<name>` stand",
-        "for names; what MLflow does not take in a name becomes `_`. The load of the machine is logged beside these as",
+        "Steps are whole optimizer steps, counted from 1 over all attempts of a run. `<func>`, `<cause>`, `<id>` and `<name>`",
+        "stand for names; what MLflow does not take in a name becomes `_`. The load of the machine is logged beside these as",
         "`system/…`; there the step is the run's age in seconds.",
         "",
         *_table(["reduction", "means"], [[f"`{name}`", meaning] for name, meaning in _REDUCTIONS.items()]),
@@ -70,7 +71,8 @@ def metrics_page() -> str:
 
 
 def _namespace(name: str) -> str:
-    return name.split("/")[0] if "/" in name else ""
+    """Of the teachers' own, that of what they are a part of."""
+    return name.split("/")[0] if "/" in name and not name.startswith("teacher_") else ""
 
 
 def _metric_row(spec: MetricSpec) -> list[str]:

@@ -30,8 +30,8 @@ class PackedBatch:
     top_ids: torch.Tensor  # int64 [N, K]
     top_logprobs: torch.Tensor  # float [N, K], the sampler's or the teacher's
     candidates: Candidates | None  # None: every token was sampled among the whole vocabulary
-    teacher_logprobs: torch.Tensor | None  # float [N]; None: no sample of the row has a teacher
-    teacher_index: torch.Tensor | None  # int64 [N]
+    teacher_logprobs: torch.Tensor  # float [N], empty if no sample of the row has a teacher
+    teacher_index: torch.Tensor  # int64 [N], empty likewise
     terms: int
 
     @classmethod
@@ -68,7 +68,7 @@ class PackedBatch:
             top_ids=move(row.top_ids, torch.int64),
             top_logprobs=move(row.top_logprobs, dtype),
             candidates=candidates,
-            teacher_logprobs=move(row.teacher_logprobs, dtype) if len(row.teacher_index) else None,
-            teacher_index=move(row.teacher_index, torch.int64) if len(row.teacher_index) else None,
+            teacher_logprobs=move(row.teacher_logprobs, dtype),
+            teacher_index=move(row.teacher_index, torch.int64),
             terms=len(row.targets),
         )

@@ -395,4 +395,4 @@ class TrainLoop:
 
 def _no_terms() -> LossInputs:
     none = torch.empty(0)
-    return LossInputs(none, none, none.bool(), none, none, none.long(), none.view(0, 0), none.view(0, 0))
+    return LossInputs(none, none, none.bool(), none, none, none.long(), none.view(0, 0), none.view(0, 0), none, none.long())

@@ -14,7 +14,8 @@ from functools import cache
 from typing import Literal
 
 Reduction = Literal["mean", "sum", "total", "max", "min", "last"]
-ALL = ("grpo", "sft")
+ALL = ("grpo", "distillation", "sft")
+GENERATING = ("grpo", "distillation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,29 @@ CATALOG: dict[str, MetricSpec] = {
     **_specs(
         ("grpo",),
         [
+            ("reward", "1", "mean", "reward of scored rollouts, groups dropped later included"),
+            ("reward_std", "1", "mean", "population standard deviation within a group"),
+            ("rewards/<func>", "1", "mean", "one reward function, where it applied"),
+            ("rewards/<func>_none_frac", "1", "mean", "rollouts to which the function did not apply"),
+            ("rewards/<func>_call_s", "s", "mean", "time of a call of one reward function"),
+            ("rollout/correctness_mean", "1", "mean", "rollouts with a positive reward"),
+            ("tools/call_frequency", "calls", "mean", "tool calls per rollout"),
+            ("tools/failure_frequency", "1", "mean", "tool calls that failed"),
+            ("tools/loop_exhausted_frac", "1", "mean", "rollouts stopped by max_tool_calling_iterations or their token budget"),
+            ("tools/latency_s", "s", "mean", "time of a tool call"),
+            ("tools/parallel_calls_mean", "calls", "mean", "calls in a turn that made any"),
+            ("tools/unknown_name_total", "calls", "total", "calls of a tool that does not exist"),
+            ("tools/<name>/call_total", "calls", "total", "calls of one tool"),
+            ("tools/<name>/failure_total", "calls", "total", "of these, failed"),
+            ("tools/<name>/latency_s", "s", "mean", "time of a call of this tool"),
+            ("env/reset_s", "s", "mean", "time of an environment's reset"),
+            ("env/step_s", "s", "mean", "time of a call of an environment's method"),
+            ("env/reward_s", "s", "mean", "time of an environment's get_reward"),
+        ],
+    ),
+    **_specs(
+        GENERATING,
+        [
             ("ratio", "1", "mean", "importance ratio exp(log π − log q)"),
             ("kl", "nats", "mean", "k3 estimate of KL(q ‖ π) from the sampler's logprobs"),
             ("clip_ratio/low_mean", "1", "mean", "trained tokens clipped below (A < 0)"),
@@ -90,11 +114,6 @@ CATALOG: dict[str, MetricSpec] = {
             ("clip_ratio/region_mean", "1", "mean", "trained tokens clipped on either side"),
             ("clip_ratio/low_min", "1", "min", "lowest micro-batch share clipped below"),
             ("clip_ratio/high_max", "1", "max", "highest micro-batch share clipped above"),
-            ("reward", "1", "mean", "reward of scored rollouts, groups dropped later included"),
-            ("reward_std", "1", "mean", "population standard deviation within a group"),
-            ("rewards/<func>", "1", "mean", "one reward function, where it applied"),
-            ("rewards/<func>_none_frac", "1", "mean", "rollouts to which the function did not apply"),
-            ("rewards/<func>_call_s", "s", "mean", "time of a call of one reward function"),
             ("completions/mean_length", "tokens", "mean", "completion length"),
             ("completions/min_length", "tokens", "min", "shortest completion"),
             ("completions/max_length", "tokens", "max", "longest completion"),
@@ -114,24 +133,11 @@ CATALOG: dict[str, MetricSpec] = {
             ("rollout/vllm_retry_total", "requests", "total", "requests sent again"),
             ("rollout/failed_total/<cause>", "rollouts", "total", "rollouts given up"),
             ("rollout/dropped_groups_total/<cause>", "groups", "total", "groups dropped before training"),
-            ("rollout/correctness_mean", "1", "mean", "rollouts with a positive reward"),
             ("rollout/fork_frac", "1", "mean", "turns after the first whose history differed too much: a new sequence began"),
             ("rollout/realign_frac", "1", "mean", "turns after the first whose history differed a little and was mended"),
             ("rollout/drift_tokens_mean", "tokens", "mean", "tokens in which a turn's history differed from what was held"),
             ("rollout/drift_tokens_max", "tokens", "max", "largest of these"),
             ("rollout/score_block_s", "s", "mean", "time a finished group waited because scoring was full"),
-            ("tools/call_frequency", "calls", "mean", "tool calls per rollout"),
-            ("tools/failure_frequency", "1", "mean", "tool calls that failed"),
-            ("tools/loop_exhausted_frac", "1", "mean", "rollouts stopped by max_tool_calling_iterations or their token budget"),
-            ("tools/latency_s", "s", "mean", "time of a tool call"),
-            ("tools/parallel_calls_mean", "calls", "mean", "calls in a turn that made any"),
-            ("tools/unknown_name_total", "calls", "total", "calls of a tool that does not exist"),
-            ("tools/<name>/call_total", "calls", "total", "calls of one tool"),
-            ("tools/<name>/failure_total", "calls", "total", "of these, failed"),
-            ("tools/<name>/latency_s", "s", "mean", "time of a call of this tool"),
-            ("env/reset_s", "s", "mean", "time of an environment's reset"),
-            ("env/step_s", "s", "mean", "time of a call of an environment's method"),
-            ("env/reward_s", "s", "mean", "time of an environment's get_reward"),
             ("sampling/masked_mean", "1", "mean", "trained tokens of weight 0: ratio to the sampler out of bounds, or clipped"),
             ("sampling/sampler_mass", "1", "mean", "probability the sampler's top tokens cover"),
             ("sampling/ratio_outside_frac", "1", "mean", "trained tokens whose ratio to the sampler is outside the bounds"),
@@ -153,6 +159,26 @@ CATALOG: dict[str, MetricSpec] = {
             ("perf/weight_sync_load_s", "s", "mean", "loading the weights into paused servers"),
             ("perf/weight_sync_bytes", "bytes", "mean", "bytes sent per sync"),
             ("perf/weight_probe_abs_diff", "nats", "max", "largest logprob difference between trainer and server on the probe"),
+        ],
+    ),
+    **_specs(
+        ("recipe",),
+        [("recipe/accuracy/<domain>", "1", "last", "mean reward of greedy completions on a domain's held-out set")],
+    ),
+    **_specs(
+        ("distillation",),
+        [
+            ("jsd", "nats", "mean", "divergence of student and teacher that the loss takes, or the policy gradient follows"),
+            (
+                "teacher_entropy",
+                "nats",
+                "mean",
+                "entropy of the teacher over what it reported and the rest: at most its own",
+            ),
+            ("teacher_jsd/<id>", "nats", "mean", "`jsd` where one of several teachers scored"),
+            ("teacher_entropy/<id>", "nats", "mean", "`teacher_entropy` where one of several teachers scored"),
+            ("teacher_token_frac/<id>", "1", "mean", "trained tokens that one of several teachers scored"),
+            ("teacher_score_s/<id>", "s", "mean", "time a teacher took to score a sequence"),
         ],
     ),
     **_specs(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from trainers.algorithms import LossInputs
+from trainers.config import PolicyLossConfig
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor | float]]
 
@@ -24,6 +25,24 @@ class Bounds(NamedTuple):
     high: float
     clip_low: float
     clip_high: float
+
+    @classmethod
+    def of(cls, config: PolicyLossConfig) -> Bounds:
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        low_ratio, high_ratio = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+        return cls(low_ratio, high_ratio, 1 - config.epsilon, 1 + high)
+
+
+def policy_loss(inputs: LossInputs, config: PolicyLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Centered with `score_centering`, else weighted by `importance_sampling`, or clipped where that is none."""
+    bounds = Bounds.of(config)
+    if config.score_centering:
+        loss, metrics = centered_loss(inputs, bounds, truncated=config.importance_sampling == "token_truncate")
+    elif config.importance_sampling == "none":
+        loss, metrics = clipped_loss(inputs, bounds), {}
+    else:
+        loss, metrics = weighted_loss(inputs, bounds, config.importance_sampling)
+    return loss, metrics | ratio_metrics(inputs, bounds)
 
 
 def clipped_loss(inputs: LossInputs, bounds: Bounds) -> torch.Tensor:

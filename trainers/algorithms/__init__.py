@@ -50,8 +50,8 @@ class LossInputs:
     sequence_index: torch.Tensor  # int64
     top_logprobs: torch.Tensor  # [N, K], the policy's, of the ids that the objective asked for
     other_top_logprobs: torch.Tensor  # [N, K], of the same ids, the sampler's or the teacher's; −inf: none
-    teacher_logprobs: torch.Tensor | None = None  # of the targets; None: no sample of the row has a teacher
-    teacher_index: torch.Tensor | None = None  # int64, which of the config's teachers; −1: none
+    teacher_logprobs: torch.Tensor | None = None  # of the targets; empty if no sample of the row has a teacher
+    teacher_index: torch.Tensor | None = None  # int64, which of the config's teachers, −1: none; empty likewise
 
 
 @dataclass(slots=True)
@@ -86,7 +86,8 @@ class Algorithm(Protocol):
 
 def build_algorithm(config: TrainerConfig) -> Algorithm:
     """The algorithm of a config's `type`."""
+    from trainers.algorithms.distillation import Distillation
     from trainers.algorithms.grpo import GRPO
     from trainers.algorithms.sft import SFT
 
-    return {"grpo": GRPO, "sft": SFT}[config.type](config)  # type: ignore[attr-defined]
+    return {"grpo": GRPO, "distillation": Distillation, "sft": SFT}[config.type](config)  # type: ignore[attr-defined]

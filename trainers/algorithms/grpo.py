@@ -20,12 +20,9 @@ class GRPO:
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
-        self.low = 1 - config.epsilon
-        self.high = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
 
     def sampler_needs(self) -> SamplerNeeds:
-        tops = self.config.num_sampler_logprobs if self.config.score_centering else 0
-        return SamplerNeeds(tops, self.config.restricts_sampling)
+        return SamplerNeeds(self.config.sampler_tops, self.config.restricts_sampling)
 
     def requests(self, prompt: Prompt) -> list[GenerationRequest]:
         return [GenerationRequest(self.config.temperature, self.config.max_completion_length)] * self.config.num_generations
@@ -52,18 +49,8 @@ class GRPO:
         """Advantages are final within their group."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Centered with `score_centering`, else weighted by `importance_sampling`, or clipped where that is none.
+        """The policy loss of the config; divided by the step's trained tokens."""
+        from trainers.policy_losses import policy_loss
 
-        Divided by the step's trained tokens.
-        """
-        from trainers.policy_losses import Bounds, centered_loss, clipped_loss, ratio_metrics, weighted_loss
-
-        config = self.config
-        bounds = Bounds(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, self.low, self.high)
-        if config.score_centering:
-            loss, metrics = centered_loss(inputs, bounds, truncated=config.importance_sampling == "token_truncate")
-        elif config.importance_sampling == "none":
-            loss, metrics = clipped_loss(inputs, bounds), {}
-        else:
-            loss, metrics = weighted_loss(inputs, bounds, config.importance_sampling)
-        return LossOutput([(loss, "tokens")], metrics | ratio_metrics(inputs, bounds))
+        loss, metrics = policy_loss(inputs, self.config)
+        return LossOutput([(loss, "tokens")], metrics)

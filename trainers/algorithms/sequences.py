@@ -88,6 +88,22 @@ def rollout_samples(rollout: Rollout, advantage: float) -> list[Sample]:
     return [_sample(rollout.prompt.id, sequence, sampled, advantage) for sequence in rollout.reconciled.sequences]
 
 
+def keep_terms(sample: Sample, keep: np.ndarray) -> None:
+    """Make context of the trained tokens where `keep` (bool [M]) is False, in place."""
+    if keep.all():
+        return
+    off = np.flatnonzero(sample.loss_mask)[~keep]
+    sample.loss_mask[off] = False
+    sample.sampler_logprobs[off], sample.versions[off] = 0.0, -1
+    if keep.any():
+        sample.version_min = int(sample.versions[sample.loss_mask].min())
+    if sample.candidate_ids is not None and sample.candidate_counts is not None:
+        sample.candidate_ids = sample.candidate_ids[np.repeat(keep, sample.candidate_counts)]
+    for name in ("top_ids", "top_logprobs", "candidate_counts", "teacher_logprobs"):
+        if (values := getattr(sample, name)) is not None:
+            setattr(sample, name, values[keep])
+
+
 def group_samples(group: RolloutGroup) -> list[Sample]:
     """The samples of all rollouts of a group; without advantages they are 0.
 
