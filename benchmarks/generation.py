@@ -2,14 +2,15 @@
 token's, with the top 8.
 
     python -m benchmarks.generation [--front auto|python:N|rust …] [--concurrent N] [--prompt N] [--output N] [--rounds N]
-                                    [--shape NAME] [--server URL] [--json]
+                                    [--one-by-one] [--shape NAME] [--server URL] [--json]
 
     random model ─▶ server as provisioning starts it ◀── ServerPool ── N requests at once
 
 One line per front end; `auto` is what provisioning chooses here for the top 8. A request has random prompt ids and a seed of
 its own. Each form is warmed up, then the three take turns, `--rounds` times N requests each, and the median counts. "none" goes
-over the same connections with the log-probabilities left out of the request. `client_cpu` is the share of one core that this
-side took: near 1, the server was not the limit. `--server` measures one that runs (key: VLLM_API_KEY).
+over the same connections with the log-probabilities left out of the request. `--one-by-one` adds the three forms as a server
+without our plugin is asked: tokens leave its engine one by one, log-probabilities are written out. `client_cpu` is the share of
+one core that this side took: near 1, the server was not the limit. `--server` measures one that runs (key: VLLM_API_KEY).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -35,11 +38,13 @@ import torch
 from benchmarks.shapes import SHAPES
 from benchmarks.sync_server import Server, make_model, server_spec
 from infra.vllm_features import installed
+from trainers.rollouts import protocol
 from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import GENERATE, PLAIN, RequestFailed, SamplingForm, request_body
 
 TOPS = 8
+ONE_BY_ONE = "one by one: "
 OPEN_S = 60.0
 BUDGET_S = 600.0
 
@@ -90,6 +95,16 @@ def through_the_pool(pool: ServerPool, tops: int) -> Ask:
     return ask
 
 
+@contextmanager
+def asking(name: str) -> Iterator[None]:
+    """Requests of the form `name` are made meanwhile, and no others."""
+    with ExitStack() as stack:
+        if name.startswith(ONE_BY_ONE):
+            for fields in (protocol.BATCHED, protocol.ARRAYS):
+                stack.enter_context(mock.patch.dict(fields, clear=True))
+        yield
+
+
 async def timed(
     ask: Ask, requests: int, concurrent: int, prompt: int, output: int, vocabulary: int, seed: int
 ) -> tuple[int, float, float]:
@@ -128,23 +143,29 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             "sampled": through_the_pool(pools[0], 0),
             "top8": through_the_pool(pools[TOPS], TOPS),
         }
+        if args.one_by_one:
+            forms |= {ONE_BY_ONE + name: ask for name, ask in forms.items()}
         size = (args.concurrent, args.prompt, args.output, args.vocabulary)
-        for ask in forms.values():
-            await timed(ask, args.concurrent, args.concurrent, args.prompt, max(1, args.output // 8), size[-1], seed=0)
+        for name, ask in forms.items():
+            with asking(name):
+                await timed(ask, args.concurrent, args.concurrent, args.prompt, max(1, args.output // 8), size[-1], seed=0)
         found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in forms}
         for number in range(args.rounds):
             for at, (name, ask) in enumerate(forms.items()):
-                found[name].append(await timed(ask, args.concurrent, *size, seed=1 + 3 * number + at))
+                with asking(name):
+                    found[name].append(await timed(ask, args.concurrent, *size, seed=1 + len(forms) * number + at))
     finally:
         await client.close()
         for pool in pools.values():
             await pool.close()
     speed = {name: statistics.median(tokens / seconds for tokens, seconds, _ in rounds) for name, rounds in found.items()}
+    fractions = {name: round(value / speed.get(ONE_BY_ONE + "none", value), 3) for name, value in speed.items()}
     assert client.facts is not None
     return {
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
         "frac_sampled": round(speed["sampled"] / speed["none"], 3),
         "frac_top8": round(speed["top8"] / speed["none"], 3),
+        **({"frac_of_one_by_one_none": fractions} if args.one_by_one else {}),
         "client_cpu": {name: round(max(cpu for *_, cpu in rounds), 2) for name, rounds in found.items()},
         "endpoint": GENERATE if client.facts.generate else "/v1/completions",
     }
@@ -158,6 +179,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128 if cuda else 32, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=512 if cuda else 64, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each form")
+    parser.add_argument("--one-by-one", action="store_true", help="also as a server without our plugin is asked")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b" if cuda else "tiny")
     parser.add_argument("--server", help="URL of a running server with a model of this shape, instead of starting one")
     parser.add_argument("--server-arg", action="append", default=[], help="one more argument for the servers' command line")

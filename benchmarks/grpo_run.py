@@ -29,8 +29,8 @@ from benchmarks.sync_server import ONE_PROCESS, Server, make_model, server_spec
 from trainers.perf import bottleneck
 
 WARM_UP = 4
-_TIMES = ("step_s", "fwd_bwd_s", "optimizer_s", "weight_sync_s", "weight_sync_pause_s", "rollout_wait_s")
-_RATES = ("forwarded_tok_s_wall_clock", "mfu_fwd_bwd", "mfu_wall_clock", "peak_memory_bytes")
+_TIMES = ("step_s", "fwd_bwd_s", "optimizer_s", "weight_sync_s", "weight_sync_load_s", "weight_sync_pause_s", "rollout_wait_s")
+_RATES = ("forwarded_tok_s_wall_clock", "mfu_fwd_bwd", "mfu_wall_clock", "peak_memory_bytes", "weight_sync_bytes")
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:

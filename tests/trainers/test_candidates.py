@@ -26,13 +26,22 @@ from trainers.losses import loss_inputs
 from trainers.packing import pack_row
 from trainers.policy_losses import Bounds, centered_loss
 from trainers.rollouts.answers import read_answer
-from trainers.rollouts.protocol import SamplingForm, request_body
+from trainers.rollouts.protocol import RequestFailed, SamplingForm, request_body
 from trainers.rollouts.reconcile import reconcile
 from trainers.types import Prompt, Rollout, TurnRecord
 
 VOCABULARY, LENGTH, TOP_K = 12, 12, 3
 PROMPT = np.array([5, 9], np.int32)
 FORM = SamplingForm(top_k=4, top_logprobs=TOP_K, candidates=True)
+# Endpoint (or "arrays": the plugin's answers of generate), flat, `logprobs`.
+FORMS = [
+    ("generate", True, TOP_K + 1),
+    ("generate", False, TOP_K + 1),
+    ("arrays", True, TOP_K + 1),
+    ("arrays", False, TOP_K + 1),  # which the plugin leaves as they are
+    ("completions", False, TOP_K),
+]
+SAMPLED = [("generate", False), ("generate", True), ("arrays", True)]
 
 
 def make_cases() -> list[dict[str, Any]]:
@@ -44,12 +53,8 @@ def make_cases() -> list[dict[str, Any]]:
     rows = {"wide": [scores] * LENGTH, "narrow": [narrow, narrow]}
     sampled = {"wide": list(range(LENGTH)), "narrow": [8, 1]}
     mask = {"wide": None, "narrow": [[1, 8], [1, 8]]}
-    cases = [
-        {"endpoint": endpoint, "flat": flat, "top": TOP_K + (endpoint == "generate"), "name": name}
-        for name in rows
-        for endpoint, flat in (("generate", True), ("generate", False), ("completions", False))
-    ]
-    cases.append({"endpoint": "generate", "flat": False, "top": 0, "name": "wide"})
+    cases = [{"endpoint": endpoint, "flat": flat, "top": top, "name": name} for name in rows for endpoint, flat, top in FORMS]
+    cases += [{"endpoint": endpoint, "flat": flat, "top": 0, "name": "wide"} for endpoint, flat in SAMPLED]
     for case in cases:
         name = case["name"]
         table = [[None if np.isinf(score) else float(score) for score in row] for row in rows[name]]
@@ -69,9 +74,6 @@ def bodies() -> dict[tuple[str, str, bool, int], tuple[dict[str, Any], bytes]]:
     return {key: (case, body.encode()) for key, case, body in zip(keys, cases, json.loads(done.stdout), strict=True)}
 
 
-FORMS = [("generate", True, TOP_K + 1), ("generate", False, TOP_K + 1), ("completions", False, TOP_K)]
-
-
 @pytest.mark.parametrize(("endpoint", "flat", "top"), FORMS)
 def test_the_top_logprobs_do_not_depend_on_the_sampled_token(endpoint: str, flat: bool, top: int) -> None:
     case, body = bodies()["wide", endpoint, flat, top]
@@ -86,8 +88,9 @@ def test_the_top_logprobs_do_not_depend_on_the_sampled_token(endpoint: str, flat
     assert turn.candidate_ids is None and turn.candidate_counts is None
 
 
-def test_without_need_the_sampled_logprob_alone_is_taken() -> None:
-    case, body = bodies()["wide", "generate", False, 0]
+@pytest.mark.parametrize(("endpoint", "flat"), SAMPLED)
+def test_without_need_the_sampled_logprob_alone_is_taken(endpoint: str, flat: bool) -> None:
+    case, body = bodies()["wide", endpoint, flat, 0]
     turn = read_answer(SamplingForm(), body, PROMPT, 3)
     np.testing.assert_array_equal(turn.output_logprobs, np.array(case["scores"][0], np.float32))
     assert turn.top_ids is None and turn.candidate_ids is None and [span.version for span in turn.spans] == [3]
@@ -99,6 +102,23 @@ def test_tokens_beyond_the_candidates_are_none_of_the_top(endpoint: str, flat: b
     assert turn.top_ids is not None and turn.top_ids.tolist() == [[1, 8, -1]] * 2
     assert turn.top_logprobs is not None
     np.testing.assert_allclose(turn.top_logprobs, [[np.log(0.5), np.log(0.5), -np.inf]] * 2, rtol=1e-6)
+
+
+def test_the_plugin_writes_arrays_where_it_is_asked_to() -> None:
+    told = {key: json.loads(body)["choices"][0]["logprobs"] for key, (_, body) in bodies().items()}
+    arrays = {key[1:] for key, logprobs in told.items() if "arrays" in logprobs}
+    assert arrays == {("arrays", True, TOP_K + 1), ("arrays", True, 0)}
+    assert set(told["wide", "arrays", True, 0]["arrays"]) == {"columns", "logprobs"}
+
+
+def test_arrays_that_are_cut_short_fail_their_rollout() -> None:
+    body = json.loads(bodies()["wide", "arrays", True, TOP_K + 1][1])
+    arrays = body["choices"][0]["logprobs"]["arrays"]
+    for name in ("logprobs", "ids"):
+        for cut in (arrays[name][:-8], arrays[name][: 4 * len(arrays[name]) // 8]):
+            broken = json.dumps({"choices": [body["choices"][0] | {"logprobs": {"arrays": arrays | {name: cut}}}]}).encode()
+            with pytest.raises(RequestFailed, match="the server sent"):
+                read_answer(SamplingForm(top_logprobs=TOP_K), broken, PROMPT, 3)
 
 
 def narrow_turn() -> TurnRecord:

@@ -43,7 +43,8 @@ def test_a_generate_request_says_every_sampling_parameter() -> None:
         "token_ids": [5, 9],
         "sampling_params": {
             "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1, "max_tokens": 6,
-            "seed": 2**62, "logprobs": 0, "detokenize": False,
+            "seed": 2**62, "logprobs": 0, "detokenize": False, "flat_logprobs": True,
+            "extra_args": {"loopwright_hold_tokens": 64, "loopwright_arrays": 1}, "vllm_xargs": {"loopwright_hold_tokens": 64},
         },
     }  # fmt: skip
 
@@ -52,7 +53,8 @@ def test_top_logprobs_are_one_more_where_the_sampled_token_counts_among_them() -
     sampling = sent(TOPS)[1]["sampling_params"]
     assert (sampling["logprobs"], sampling["flat_logprobs"]) == (3, True)
     path, body = sent(TOPS, generate=False)
-    assert path == COMPLETIONS and body["logprobs"] == 2 and "flat_logprobs" not in body
+    assert path == COMPLETIONS and body["logprobs"] == 2 and "flat_logprobs" not in body and "extra_args" not in body
+    assert body["vllm_xargs"] == {"loopwright_hold_tokens": 64}
     assert body["prompt"] == [5, 9] and body["return_token_ids"] and body["return_tokens_as_token_ids"]
 
 

@@ -43,12 +43,22 @@ class _WithTops(msgspec.Struct, gc=False):
     top_logprobs: list[_Top] = []
 
 
+class _Arrays(msgspec.Struct, gc=False):
+    """float32 and int32 [tokens, columns]: the sampled token's, then the likeliest ones'. No ids if there is one column."""
+
+    columns: int
+    logprobs: bytes
+    ids: bytes = b""
+
+
 class _Logprobs(msgspec.Struct, gc=False):
+    arrays: _Arrays | None = None  # /inference/v1/generate of a server with our plugin
     content: list[_Sampled] | None = None  # /inference/v1/generate
     token_logprobs: list[float | None] | None = None  # /v1/completions
 
 
 class _TopLogprobs(msgspec.Struct, gc=False):
+    arrays: _Arrays | None = None
     content: list[_WithTops] | None = None
     token_logprobs: list[float | None] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -116,8 +126,10 @@ def read_answer(
 
 def _sampled_logprobs(logprobs: _Logprobs | _TopLogprobs | None, length: int) -> np.ndarray:
     """float32 [length]."""
-    values: list[Any] = []
-    if logprobs is not None and logprobs.token_logprobs is not None:
+    values: Any = []
+    if logprobs is not None and logprobs.arrays is not None:
+        values = _table(logprobs.arrays.logprobs, "<f4", logprobs.arrays.columns)[:, 0]
+    elif logprobs is not None and logprobs.token_logprobs is not None:
         values = logprobs.token_logprobs
     elif logprobs is not None:
         values = [entry.logprob for entry in logprobs.content or []]
@@ -135,7 +147,12 @@ def _tops(logprobs: _TopLogprobs | None, length: int, top_k: int) -> tuple[np.nd
     The server lists the sampled token first and then the others by rank. What is taken must not depend on the token that was
     sampled, or the expectation over it is another: so the likeliest of all that are listed, ties by id.
     """
-    if logprobs is not None and logprobs.content is not None:
+    if logprobs is not None and logprobs.arrays is not None:
+        columns = logprobs.arrays.columns
+        told = _table(logprobs.arrays.ids, "<i4", columns)[:, 1:], _table(logprobs.arrays.logprobs, "<f4", columns)[:, 1:]
+        counts = [columns - 1] * len(told[0]) if told[0].shape == told[1].shape else []
+        flat_ids, flat_logprobs = told[0].flatten(), told[1].flatten()
+    elif logprobs is not None and logprobs.content is not None:
         counts = [len(entry.top_logprobs) for entry in logprobs.content]
         entries = [top for entry in logprobs.content for top in entry.top_logprobs]
         flat_ids = [top.token_id for top in entries]
@@ -147,7 +164,7 @@ def _tops(logprobs: _TopLogprobs | None, length: int, top_k: int) -> tuple[np.nd
         counts = [len(table) for table in tables]
         flat_ids = [_token_id(token) for table in tables for token in table]
         flat_logprobs = [logprob for table in tables for logprob in table.values()]
-    if len(counts) != length or (length and not flat_ids):
+    if len(counts) != length or (length and not len(flat_ids)):
         raise RequestFailed("bad_answer", f"the server sent {len(flat_ids)} top logprobs for {length} tokens, not {top_k} each")
     widths = np.array(counts, np.int64)
     width = max(int(widths.max(initial=0)), top_k)
@@ -156,10 +173,17 @@ def _tops(logprobs: _TopLogprobs | None, length: int, top_k: int) -> tuple[np.nd
     values = np.full((length, width), -np.inf, np.float32)
     ids[listed], values[listed] = flat_ids, flat_logprobs
     # Not among the candidates: no token of the sampler.
-    values[values <= _NO_LOGPROB] = -np.inf
+    values[~(values > _NO_LOGPROB)] = -np.inf
     ids[values == -np.inf] = -1
     order = np.lexsort((ids, -values))[:, :top_k]
     return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+
+
+def _table(data: bytes, kind: str, columns: int) -> np.ndarray:
+    try:
+        return np.frombuffer(data, kind).reshape(-1, columns)
+    except ValueError as error:
+        raise RequestFailed("bad_answer", f"the server sent {len(data)} bytes for {columns} columns of {kind}") from error
 
 
 def _token_id(token: str) -> int:

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+# What a server with our plugin does for whom reads an answer only when it ended; others know nothing of it. That many tokens go
+# from its engine to its front end at once, and log-probabilities come as arrays.
+BATCHED: dict[str, Any] = {"loopwright_hold_tokens": 64}
+ARRAYS = BATCHED | {"loopwright_arrays": 1}
 
 
 class RequestFailed(Exception):
@@ -94,14 +98,16 @@ def request_body(
     # Cached prefixes are only shared within one policy version.
     body: dict[str, Any] = {"model": model, "cache_salt": str(version)}
     if generate:
-        sampling["detokenize"] = False
+        # Flat: how the server keeps them, without an object per token and rank. The Python front ends know the one name of
+        # further arguments, the Rust front end the other; what they do not know they leave out.
+        sampling |= {"detokenize": False, "flat_logprobs": True, "extra_args": ARRAYS, "vllm_xargs": BATCHED}
         if form.top_logprobs:
             # The sampled token counts among them here, so that one of the K would be missing whenever it is none of them.
             sampling["logprobs"] += 1
-            sampling["flat_logprobs"] = True  # how the server keeps them: without an object per token and rank
         body |= {"token_ids": prompt_ids.tolist(), "sampling_params": sampling}
         return GENERATE, msgspec.json.encode(body)
     body |= {"prompt": prompt_ids.tolist(), "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
+    body["vllm_xargs"] = BATCHED
     return COMPLETIONS, msgspec.json.encode(body)
 
 

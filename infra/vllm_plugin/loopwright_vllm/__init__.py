@@ -6,6 +6,9 @@ The folder above this package is put on the server's PYTHONPATH; vLLM finds `reg
     --weight-transfer-config '{"backend": "loopwright"}'            engine.py: how weights arrive
     --worker-extension-cls loopwright_vllm.worker.WorkerExtension   worker.py: what a worker says of itself, one-call updates
     --middleware loopwright_vllm.auth.KeyMiddleware                 auth.py, guard.py: key; control.py: POST /loopwright/sync
+
+Adapters are loaded by one copy (adapters.py). Requests may ask that their tokens leave the engine in batches (holding.py), and
+their log-probabilities come as arrays (arrays.py, installed by the middleware).
 """
 
 BACKEND = "loopwright"
@@ -15,5 +18,9 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; called once in each process, harmless when called again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from loopwright_vllm import adapters, holding
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "loopwright_vllm.engine", "LoopwrightEngine")
+    holding.install()
+    adapters.install()
