@@ -36,6 +36,12 @@ class LaunchConfig(StrictModel):
         description="GPUs to lease: one per rank, or 0 for CPU. Default none: one per rank if there are any.",
     )
 
+    def gpus_leased(self, there: bool) -> int:
+        """GPUs that the trainer leases, on a machine where `there` are any or not."""
+        if self.gpus is not None:
+            return self.gpus
+        return self.ranks if there else 0
+
     @model_validator(mode="after")
     def _one_gpu_per_rank(self) -> LaunchConfig:
         if self.gpus not in (None, 0, self.ranks):

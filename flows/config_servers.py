@@ -76,6 +76,12 @@ class ServerConfig(StrictModel):
                 copies = int(value if equals else following)
         return copies * self.tensor_parallel_size
 
+    def gpus_leased(self, there: bool) -> int:
+        """GPUs that one server leases, on a machine where `there` are any or not."""
+        if self.gpus is not None:
+            return self.gpus
+        return self.gpus_needed if there else 0
+
     @model_validator(mode="after")
     def _gpus_fit(self) -> ServerConfig:
         if self.gpus not in (None, 0) and self.gpus < self.gpus_needed:  # type: ignore[operator]

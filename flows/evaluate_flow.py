@@ -35,6 +35,7 @@ from infra.leases import GpuLease, LeaseManager
 from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry, RunRow
 from infra.tracking import Tracker, default_uri
+from infra.tracking_tags import PARENT_TAG
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 
@@ -168,7 +169,7 @@ def _track(name: str, folder: Path, found: Subject, scores: dict[str, Any]) -> s
     if found.run is not None:
         tags |= {"loopwright.run": found.run.name, "loopwright.step": str(found.step)}
         if found.run.mlflow_run_id is not None:
-            tags["mlflow.parentRunId"] = found.run.mlflow_run_id
+            tags[PARENT_TAG] = found.run.mlflow_run_id
     tracker = Tracker(folder, found.uri or default_uri(), found.experiment, name, tags=tags, system_metrics_s=0)
     tracker.start({"model": found.model, "step": found.step, "eval": found.fields["eval"]}, None, 0)
     tracker.log(

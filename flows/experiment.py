@@ -19,7 +19,8 @@ from flows.connections import mlflow_login, running
 from flows.costs import Meter
 from flows.failures import RunFailed, describe, failure_of
 from flows.training import NoServers, Servers, TrainerJob
-from infra.leases import GpuLease, LeaseManager, visible_gpus
+from infra.gpus import visible_gpus
+from infra.leases import GpuLease, LeaseManager
 from infra.patience import plain
 from infra.redaction import redact
 from infra.registry import Registry, RunRow
@@ -64,8 +65,7 @@ class Experiment:
         return bool(self.registry.list_checkpoints(self.run.id))
 
     def lease_trainer_gpus(self) -> None:
-        wanted = self.config.trainer.gpus
-        count = (self.config.trainer.ranks if visible_gpus() else 0) if wanted is None else wanted
+        count = self.config.trainer.gpus_leased(bool(visible_gpus()))
         self.trainer_gpus = self.leases.lease_gpus(count, self.run.id)
 
     def job(self) -> TrainerJob:

@@ -82,9 +82,7 @@ class KeptServer:
 
     def __init__(self, config: ServeConfig, registry: Registry, leases: LeaseManager) -> None:
         self.config, self._registry, self._leases = config, registry, leases
-        wanted = config.server.gpus
-        count = (config.server.gpus_needed if visible_gpus() else 0) if wanted is None else wanted
-        self._gpus = leases.lease_gpus(count)
+        self._gpus = leases.lease_gpus(config.server.gpus_leased(bool(visible_gpus())))
         self._port: PortLease = leases.lease_port()
         self._key, self._where_key = key_for(config.name)
         self._server: VLLMServer | None = None

@@ -19,9 +19,9 @@ from typing import Any
 from flows.config import GRPORunConfig, RunConfig, absolute_paths
 from flows.config_file import ConfigErrors, file_layers, merge_into, merge_layers, nest
 from flows.sweep_config import ACCURACY, WATCHED_ACCURACY, SweepConfig
+from infra.tracking_tags import PARENT_TAG
 from trainers.config import SECTIONS
 
-PARENT_TAG = "mlflow.parentRunId"
 MAX_GRID = 10_000
 _CHECKED_COMBINATIONS = 512
 _SHOWN = 5

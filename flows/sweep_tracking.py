@@ -11,10 +11,10 @@ from flows.artifacts import quietly
 from flows.config import RunConfig
 from flows.sweep_config import SweepConfig
 from flows.sweep_report import best_so_far
-from flows.sweep_space import PARENT_TAG
 from infra.registry import Registry, RunRow
 from infra.registry_records import SweepRow
 from infra.tracking import EndStatus, Tracker, default_uri
+from infra.tracking_tags import PARENT_TAG
 from trainers.metrics import spec_of
 from trainers.references import resolve
 

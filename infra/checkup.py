@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.errors import InfraError, StorageError, StorageRefused
+from infra.gpus import NoDriver, nvml
 from infra.leases import PORTS
 from infra.storage.run_storage import RunStorage
 from infra.vllm_command import PLUGIN
@@ -45,30 +46,21 @@ class Finding:
 
 def gpus() -> Iterator[Finding]:
     try:
-        import pynvml
+        with nvml() as (library, devices):
+            for index, device in enumerate(devices):
+                memory = library.nvmlDeviceGetMemoryInfo(device)
+                total, used = float(memory.total) / GIB, float(memory.used) / GIB
+                text = f"{index}: {library.nvmlDeviceGetName(device)}, {total:.0f} GiB, {used:.1f} used"
+                busy = used > 0.1 * total
+                remedy = "see whose it is with `nvidia-smi`; what dead runs left behind goes with `loopwright reap`"
+                yield Finding("GPU", "warn" if busy else "ok", text, remedy if busy else "")
     except ImportError:
         yield Finding("GPU", "warn", "nvidia-ml-py is not installed, so no GPU is seen", "pip install nvidia-ml-py")
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        device_files = any(Path("/dev").glob("nvidia[0-9]*"))
-        if device_files:
+    except NoDriver as error:
+        if any(Path("/dev").glob("nvidia[0-9]*")):
             yield Finding("GPU", "fail", f"there are GPUs, but no driver answers: {error}", "mend the driver (`nvidia-smi`)")
         else:
             yield Finding("GPU", "ok", "none: runs compute on the CPU")
-        return
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            total, used = float(memory.total) / GIB, float(memory.used) / GIB
-            text = f"{index}: {pynvml.nvmlDeviceGetName(handle)}, {total:.0f} GiB, {used:.1f} used"
-            busy = used > 0.1 * total
-            remedy = "see whose it is with `nvidia-smi`; what dead runs left behind goes with `loopwright reap`"
-            yield Finding("GPU", "warn" if busy else "ok", text, remedy if busy else "")
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def vllm(python: str | None, gpus_seen: bool) -> Iterator[Finding]:

@@ -1,27 +1,45 @@
-"""Which GPUs this process may use."""
+"""Which GPUs this machine has, and which of them this process may use."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class NoDriver(Exception):
+    """No driver of NVIDIA's answers."""
+
+
+@contextmanager
+def nvml() -> Iterator[tuple[Any, list[Any]]]:
+    """NVIDIA's library, and a handle of each GPU by its index.
+
+    Raises:
+        ImportError: the library is not installed.
+        NoDriver: there is no driver, or it does not answer.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoDriver(str(error)) from error
+    try:
+        yield pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def visible_gpus() -> list[int]:
     """NVML indices of this machine's GPUs, narrowed by CUDA_VISIBLE_DEVICES; empty without GPU, driver or library."""
-    with suppress(ImportError):
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return []
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        finally:
-            pynvml.nvmlShutdown()
-        return narrow(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return []
+    try:
+        with nvml() as (library, devices):
+            names = [str(library.nvmlDeviceGetUUID(device)) for device in devices]
+    except (ImportError, NoDriver):
+        return []
+    return narrow(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def narrow(uuids: list[str], allowed: str | None) -> list[int]:

