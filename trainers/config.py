@@ -7,7 +7,7 @@ where transformers has the field.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,11 @@ class SFTConfig(TrainerConfig):
         1024, ge=2, description="Longest sequence in tokens; longer rows are dropped and counted. Default 1024."
     )
     learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate. Default 2e-5.")
+    rope_parameters: dict[str, Any] | None = Field(
+        None,
+        description="Rotary scaling for sequences beyond the window the model was trained on, as "
+        "`{rope_type: yarn, factor: auto}`; the base and the trained window are read from the model. Default: the model's own.",
+    )
 
 
 class GRPOConfig(PolicyLossConfig):

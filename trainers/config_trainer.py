@@ -68,7 +68,22 @@ class TrainerConfig(StrictModel):
     warmup_steps: float = Field(0, ge=0, description="Warm-up steps; below 1: fraction of max_steps. Default 0.")
     bf16: bool | None = Field(None, description="bfloat16 autocast/FSDP mixed precision. None: true on a GPU, false on CPU.")
     gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward. Default true.")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = Field(None, description="Its arguments. Default none.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Its arguments, and `offload: true`: keep each layer's input in pinned host memory until its backward. "
+        "Default none.",
+    )
+    save_attention: bool = Field(
+        False,
+        description="Keep what attention returns (with `offload`, in host memory) instead of running it again in the backward: "
+        "less time at long sequences, as much memory again as the layers' inputs. Default false.",
+    )
+    mlp_tile_tokens: int | None = Field(
+        None,
+        ge=16,
+        description="Run each layer's MLP over slices of this many tokens, so that its wide tensors never exist for the whole "
+        "row. None (default): at once.",
+    )
 
     # Bookkeeping
     logging_steps: int = Field(1, ge=1, description="Log every this many steps. Default 1.")
@@ -108,6 +123,17 @@ class TrainerConfig(StrictModel):
         """As transformers reads it: one name, or `none`."""
         names = [value] if isinstance(value, str) else value
         return [] if names in (None, ["none"]) else names
+
+    @model_validator(mode="after")
+    def _kept_for_a_recomputation(self) -> TrainerConfig:
+        if not self.gradient_checkpointing:
+            offload = (self.gradient_checkpointing_kwargs or {}).get("offload")
+            name = "save_attention" if self.save_attention else "gradient_checkpointing_kwargs.offload" if offload else None
+            if name is not None:
+                raise ValueError(
+                    f"{name} is about what gradient checkpointing keeps: set gradient_checkpointing=true, or leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _base_is_not_quantised(self) -> TrainerConfig:

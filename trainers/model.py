@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from trainers import attention, lora
+from trainers import attention, checkpointing, lora, rope, tiled_mlp
 from trainers.batch import PackedBatch
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks, shard
@@ -73,12 +73,16 @@ def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedMo
     if config.trust_remote_code:
         kwargs["trust_remote_code"] = True
     name = config.model if source is None or config.peft is not None else source
+    scaling = getattr(config, "rope_parameters", None)
     if (Path(name) / "adapter_config.json").is_file():
         raise ConfigError(
             f"model {name!r} is an adapter: set model to what it was trained on, or merge the two first with "
             f"`python -m trainers.export {name} FOLDER --merge`"
         )
     try:
+        if scaling is not None:
+            own = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+            kwargs["rope_parameters"] = rope.complete(own, scaling, getattr(config, "max_length", 0))
         return from_pretrained(name, attn_implementation=attention.NAME, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
@@ -115,12 +119,17 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
     policy = Policy(model, config.loss_temperature).to(ranks.device)
     _check_head(policy, ranks.device)
     model.train()
+    names = set(model._no_split_modules or [])
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if config.mlp_tile_tokens is not None:
+        tiled_mlp.enable(model, layers, config.mlp_tile_tokens)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, **(config.gradient_checkpointing_kwargs or {})})
-        model.enable_input_require_grads()
+        kwargs = config.gradient_checkpointing_kwargs or {}
+        if kwargs.get("offload") and (tokens := config.token_budget or longest):
+            width = (compute_dtype(config, ranks.device) or model.dtype).itemsize
+            checkpointing.check_host_memory(model, tokens, width, config.save_attention, ranks.local_world_size)
+        checkpointing.enable(model, kwargs=kwargs, save_attention=config.save_attention)
     if ranks.mesh is not None:
-        names = set(model._no_split_modules or [])
-        layers = [module for module in model.modules() if type(module).__name__ in names]
         shard(policy, layers, ranks.mesh, compute_dtype=compute_dtype(config, ranks.device))
     return policy
 
