@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Subject:
     run: RunRow | None
     uri: str | None
     experiment: str
+    tags: Mapping[str, str] = field(default_factory=dict)  # of the evaluation's MLflow run, beside its own
 
 
 @flow(name="evaluate", log_prints=True, persist_result=False)
@@ -165,7 +167,7 @@ def measure(config: EvaluateConfig, found: Subject, registry: Registry) -> dict[
 
 def _track(name: str, folder: Path, found: Subject, scores: dict[str, Any]) -> str | None:
     """The MLflow run's id; None: MLflow is out of reach, and `python -m infra.tracking FOLDER` sends it later."""
-    tags = {"loopwright.flow": "evaluate", "loopwright.model": found.model}
+    tags = {**found.tags, "loopwright.flow": "evaluate", "loopwright.model": found.model}
     if found.run is not None:
         tags |= {"loopwright.run": found.run.name, "loopwright.step": str(found.step)}
         if found.run.mlflow_run_id is not None:

@@ -1,0 +1,89 @@
+"""The course of a recipe: which stage begins from what, and what is measured in between.
+
+    base ─▶ SFT ─▶ specialists ─▶ joined prompts ─▶ merged student        each is made once, whoever resumes the recipe
+
+No Prefect, no MLflow: what does the work is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from flows.recipe_data import join
+from flows.recipe_plan import MERGED, SFT, Plan
+from flows.recipe_report import BASE
+from flows.recipe_stages import StageRuns
+from infra.registry import Registry, RunRow
+from trainers.errors import ConfigError
+
+_DATA = "data"  # a stage that is no run: the joined prompts
+
+
+class Measures(Protocol):
+    """`flows.recipe_accuracy.Accuracy`."""
+
+    def measure(self, title: str, model: str, parent_run: str | None) -> bool: ...
+
+
+class Course:
+    """Of the recipe whose row is `row`. `parent_run`: its MLflow run, if it is known; `on_change`: called after each stage."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        row: RunRow,
+        plan: Plan,
+        runs: StageRuns,
+        accuracy: Measures,
+        on_change: Callable[[], None],
+        parent_run: str | None = None,
+    ) -> None:
+        self._registry, self._row, self._plan, self._runs = registry, row, plan, runs
+        self._accuracy, self._on_change, self._parent = accuracy, on_change, parent_run
+        self._folder = Path(str(row.output_dir))
+
+    def run(self) -> dict[str, Any]:
+        """Every stage that is not done yet; what the merged student is."""
+        plan, config = self._plan, self._plan.config
+        start = config.model
+        if config.sft is not None:
+            self._measure(BASE, config.model)
+            start = self._runs.train({SFT: plan.sft(self._parent)})[SFT]["checkpoint"]
+        self._measure(SFT, start)
+        made = self._runs.train({name: plan.specialist(name, start, self._parent) for name in plan.trained})
+        specialists = {
+            name: domain.specialist or made[name]["checkpoint"] for name, domain in config.domains.items()
+        }  # in the config's order, which is that of the teachers' indices
+        for name, model in specialists.items():
+            self._measure(name, model)
+        merge = plan.merge(start, specialists, self._join(), self._parent)
+        merged = self._runs.train({MERGED: merge})[MERGED]
+        self._measure(MERGED, merged["checkpoint"])
+        return merged
+
+    def _join(self) -> str:
+        """The prompts of all domains in one file, which is made again where it is gone; its path.
+
+        Raises:
+            ConfigError: the data sets are not what they were when the student's training began.
+        """
+        noted = self._registry.get_run(self._row.id).stages.get(_DATA)
+        if noted is not None and Path(noted["path"]).is_file():
+            return noted["path"]
+        data = join(
+            {name: domain.dataset for name, domain in self._plan.config.domains.items()}, self._folder / "prompts.jsonl"
+        )
+        if noted is not None and noted["fingerprint"] != data["fingerprint"]:
+            raise ConfigError(
+                f"the domains' data sets have changed since the prompts were joined (fingerprint {noted['fingerprint']}, now "
+                f"{data['fingerprint']}): restore them, or choose another name for the recipe"
+            )
+        self._registry.set_stage(self._row.id, _DATA, data)
+        print(f"{sum(data['rows'].values())} prompts in {data['path']}, fingerprint {data['fingerprint']}", flush=True)
+        return data["path"]
+
+    def _measure(self, title: str, model: str) -> None:
+        if self._accuracy.measure(title, model, self._parent):
+            self._on_change()

@@ -1,0 +1,160 @@
+"""Recipes by name: a new one, a resumed one, or a refusal. A recipe is a run in the registry, its stages' runs its children."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.config import RunConfig
+from flows.config_file import ConfigErrors, leaves
+from flows.preflight import check_dataset, check_model, load_reward, preflight
+from flows.recipe_config import RecipeConfig
+from flows.recipe_plan import LATER, Plan
+from flows.runs import RunRefused, differing_fields, has_checkpoint, plain_name
+from infra.home import home
+from infra.reaper import owner_alive
+from infra.registry import Owner, Registry, RunExists, RunRow, config_hash
+from trainers.references import resolve
+
+FLOW = "specialise-and-merge"
+
+
+def named(registry: Registry, config: RecipeConfig, flow_run_id: str | None, fallback: str) -> RecipeConfig:
+    """`config` with a name: its own, else that of the recipe `flow_run_id` belongs to (a retry), else made from `fallback`."""
+    if config.name is not None:
+        return config
+    rows = registry.list_runs(flow=FLOW, light=True) if flow_run_id else []
+    known = next((row for row in rows if row.prefect_flow_run_id == flow_run_id), None)
+    return config.model_copy(update={"name": known.name if known else plain_name(fallback)[:80]})
+
+
+def check_startable(registry: Registry, plan: Plan) -> RunRow | None:
+    """The run that the recipe would go on with, None for a new one.
+
+    Raises:
+        RunRefused: it is running or finished, or its config differs; or a stage's name is another run's.
+    """
+    name = str(plan.config.name)
+    row = registry.find_run(name)
+    if row is None or row.flow != FLOW:
+        stages = [name, *(str(stage.name) for stage in plan.stages())]
+        if taken := [stage for stage in stages if registry.find_run(stage) is not None]:
+            raise RunRefused(f"a run is named {taken[0]!r} already: choose another name for the recipe")
+        return None
+    if row.owner is not None and owner_alive(row.owner) and row.status == "RUNNING":
+        raise RunRefused(f"recipe {name!r} is running (process {row.owner.pid} on {row.owner.host}): choose another name")
+    if row.status == "FINISHED":
+        raise RunRefused(f"recipe {name!r} is finished: choose another name")
+    _check_begun(registry, plan)
+    return row
+
+
+def _check_begun(registry: Registry, plan: Plan) -> None:
+    """A stage that has trained is not what another config would have made of it; what comes after it may still change."""
+    lines = []
+    for config in plan.stages():
+        run = registry.find_run(str(config.name))
+        if run is None or (run.status != "FINISHED" and not has_checkpoint(registry, run)):
+            continue
+        new = config.model_dump(mode="json")
+        differing = [
+            field
+            for field in differing_fields(run, config)
+            if field.split(".")[0] != "tags" and LATER not in _values(new, field.split("."))
+        ]
+        if differing:
+            lines.append(f"stage {run.name!r} has trained with another config; these fields differ: {', '.join(differing)}")
+    if lines:
+        raise RunRefused("\n".join([*lines, "give the same values to resume the recipe, or choose another name"]))
+
+
+def _values(tree: Any, path: list[str]) -> list[Any]:
+    """The leaves of `tree` at and below `path`."""
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return [value for _, value in leaves(tree)]
+
+
+def open_recipe(registry: Registry, plan: Plan, flow_run_id: str | None) -> tuple[RunRow, bool]:
+    """The recipe's row, RUNNING and owned by this process, and whether it is resumed.
+
+    Raises:
+        RunRefused: see `check_startable`; or another process was faster.
+    """
+    known, values = check_startable(registry, plan), stored(plan.config)
+    folder = home() / "recipes" / str(plan.config.name)
+    try:
+        row = known or registry.create_run(str(plan.config.name), FLOW, values, output_dir=str(folder), tags=plan.config.tags)
+    except RunExists as error:
+        raise RunRefused(str(error)) from error
+    if not registry.claim_run(row.id, Owner.current(), owner_alive):
+        raise RunRefused(f"recipe {row.name!r} was taken up by another process just now")
+    row = registry.update_run(
+        row.id,
+        status="RUNNING",
+        failure_class=None,
+        cause=None,
+        traceback=None,
+        prefect_flow_run_id=flow_run_id,
+        config=values,
+        config_hash=config_hash(values),
+    )
+    return row, known is not None
+
+
+def open_stage(registry: Registry, recipe: RunRow, config: RunConfig, flow: str) -> RunRow:
+    """The row of a stage's run, the recipe its parent; the flow that the stage is takes it up as its own."""
+    name = str(config.name)
+    known = registry.find_run(name)
+    if known is not None:
+        if known.parent_run_id != recipe.id:
+            raise RunRefused(f"a run is named {name!r} already, and is no stage of {recipe.name!r}")
+        return known
+    folder = config.storage.folder() / name
+    return registry.create_run(
+        name, flow, config.model_dump(mode="json"), output_dir=str(folder), tags=config.tags, parent_run_id=recipe.id
+    )
+
+
+def preflight_stages(plan: Plan) -> None:
+    """What can be seen to be wrong with models, data and rewards on this machine.
+
+    Raises:
+        ConfigErrors: with one line per problem.
+    """
+    config, lines = plan.config, []
+    if config.sft is not None:
+        lines += _problems(plan.sft(), "sft")
+    for name, domain in config.domains.items():
+        if domain.specialist is None:
+            lines += _problems(plan.specialist(name, config.model), f"domains.{name}")
+        else:
+            lines += [f"domains.{name}.{line}" for line in check_model(resolve(domain.specialist))]
+            lines += [f"domains.{name}.{line}" for line in check_dataset("dataset", domain.dataset, {})]
+        if domain.eval is not None:
+            spec = domain.eval.reward_func or domain.reward_funcs[0]
+            try:
+                scorer = {"reward_func": load_reward(spec)}
+            except Exception as error:  # importing runs the user's module: anything may come out of it
+                lines.append(f"domains.{name}.eval.reward_func: {error}")
+                continue
+            lines += [f"domains.{name}.{line}" for line in check_dataset("eval.dataset", domain.eval.dataset, scorer)]
+    if lines:
+        raise ConfigErrors(list(dict.fromkeys(lines)))
+
+
+def _problems(config: RunConfig, where: str) -> list[str]:
+    try:
+        preflight(config)
+    except ConfigErrors as error:
+        return [f"{where}: {line}" for line in error.lines]
+    return []
+
+
+def stored(config: RecipeConfig) -> dict[str, Any]:
+    """The config as the registry keeps it: every value, references unresolved; its `type` tells it from a run's."""
+    return {**config.model_dump(mode="json"), "type": "recipe"}
+
+
+def config_of_recipe(row: RunRow) -> RecipeConfig:
+    """The config a recipe was begun with."""
+    return RecipeConfig.model_validate({name: value for name, value in row.config.items() if name != "type"})
