@@ -201,32 +201,46 @@ def run(args: argparse.Namespace, work_dir: Path, cuda: bool) -> int:
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-    for front in args.front or ["auto"] if not args.server else [args.server]:
-        line: dict[str, Any] = {
-            "benchmark": "generation", "front": front, "shape": args.shape, "concurrent": args.concurrent,
-            "prompt_tokens": args.prompt, "output_tokens": args.output, "rounds": args.rounds,
-            "hardware": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores, {platform.machine()}",
-            "python": platform.python_version(), "torch": torch.__version__,
-        }  # fmt: skip
-        if args.server:
-            server = Server(args.server, os.environ.get("VLLM_API_KEY", ""), model)
-        else:
-            kind, _, count = front.partition(":")
-            extra = [*(("--api-server-count", count) if count else ()), *args.server_arg]
-            spec = server_spec(model, front, extra, front_end=kind, top_logprobs=TOPS, concurrent=args.concurrent)
-            server, chosen = Server.start(spec, work_dir, 0)
-            line |= {"front_end": "rust" if chosen.rust else "python", "api_processes": chosen.api_processes}
-            line |= {"why": chosen.reasons, "vllm": installed().version}
-        try:
-            server.wait()
-            line |= asyncio.run(measure(server, args))
-        except (Exception, SystemExit) as error:
-            failed += 1
-            line |= {"error": _cause(error), "server_log": server.tail(15)}
-        finally:
+    fronts = [args.server] if args.server else args.front or ["auto"]
+    servers: list[Server] = []
+    try:
+        for front in fronts:  # all of them, because a start takes longer than a measurement
+            servers.append(start(front, model, work_dir, args))
+        for front, server in zip(fronts, servers, strict=True):
+            line = describe(front, args, cuda)
+            try:
+                server.wait()
+                line |= asyncio.run(measure(server, args))
+            except (Exception, SystemExit) as error:
+                failed += 1
+                line |= {"error": _cause(error), "server_log": server.tail(15)}
+            finally:
+                server.stop()
+            print(json.dumps(line) if args.json else _readable(line), flush=True)
+    finally:
+        for server in servers:
             server.stop()
-        print(json.dumps(line) if args.json else _readable(line), flush=True)
     return 1 if failed else 0
+
+
+def start(front: str, model: Path, work_dir: Path, args: argparse.Namespace) -> Server:
+    if args.server:
+        return Server(args.server, os.environ.get("VLLM_API_KEY", ""), model)
+    kind, _, count = front.partition(":")
+    extra = [*(("--api-server-count", count) if count else ()), *args.server_arg]
+    spec = server_spec(model, front, extra, front_end=kind, top_logprobs=TOPS, concurrent=args.concurrent)
+    server, chosen = Server.start(spec, work_dir, 0)
+    print(f"{front}: {'; '.join(chosen.reasons)}", file=sys.stderr, flush=True)
+    return server
+
+
+def describe(front: str, args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
+    return {
+        "benchmark": "generation", "front": front, "shape": args.shape, "concurrent": args.concurrent,
+        "prompt_tokens": args.prompt, "output_tokens": args.output, "rounds": args.rounds,
+        "hardware": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(), "torch": torch.__version__, "vllm": None if args.server else installed().version,
+    }  # fmt: skip
 
 
 def _cause(error: BaseException) -> str:
