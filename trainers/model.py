@@ -55,7 +55,8 @@ class Policy(nn.Module):
             bias=head.bias,
             temperature=self.temperature if temperature is None else temperature,
             softcap=self.softcap,
-            top_ids=batch.top_ids,
+            # A teacher's logits may be padded further than the model's: what it says of those ids is of no token.
+            top_ids=batch.top_ids.masked_fill(batch.top_ids >= len(head.weight), -1),
             candidates=batch.candidates,
         )
 

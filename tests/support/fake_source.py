@@ -33,6 +33,22 @@ def make_samples(seed: int, step: int, count: int = 5, vocab: int = 64, longest:
     return samples
 
 
+def taught(samples: list[Sample], seed: int, teachers: tuple[str, ...], vocab: int = 64, top_k: int = 3) -> list[Sample]:
+    """`samples`, scored by `teachers` in turn; `top_k` 0: their tops stay the sampler's."""
+    rng = np.random.default_rng(seed)
+    for i, sample in enumerate(samples):
+        targets = sample.token_ids[sample.loss_mask][:, None]
+        scores = rng.normal(0, 1.5, (len(targets), vocab))
+        logprobs = (scores - np.log(np.exp(scores).sum(1, keepdims=True))).astype(np.float32)
+        sample.teacher, sample.teacher_logprobs = teachers[i % len(teachers)], np.take_along_axis(logprobs, targets, 1)[:, 0]
+        if top_k:
+            likeliest = np.argsort(-logprobs, 1)[:, :top_k].astype(np.int32)
+            realised = likeliest == targets
+            sample.top_ids = np.where(realised, np.int32(-1), likeliest)
+            sample.top_logprobs = np.where(realised, np.float32(-np.inf), np.take_along_axis(logprobs, likeliest, 1))
+    return samples
+
+
 def spread(count: int, micro: int, ranks: int) -> StepPlan:
     """Samples dealt over [micro][rank] in order; the last cells may stay empty."""
     rows: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(micro)]

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.tiny_model import build_model
 from trainers import attention
-from trainers.config import GRPOConfig, TrainerConfig
+from trainers.config import DistillationConfig, GRPOConfig, TrainerConfig
 from trainers.distributed import Ranks
 from trainers.model import Policy, build_policy
 
@@ -18,6 +18,13 @@ ONE_RANK = Ranks(0, 1, 0, torch.device("cpu"), None, None)
 def grpo_config(**fields: Any) -> GRPOConfig:
     defaults = {"model": "m", "dataset": {"path": "d.jsonl"}, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
     return GRPOConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def distillation_config(**fields: Any) -> DistillationConfig:
+    """Of two teachers, `a` and `b`."""
+    urls = {name: f"http://localhost:{port}" for name, port in (("a", 8001), ("b", 8002))}
+    defaults = {"model": "m", "dataset": {"path": "d.jsonl"}, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+    return DistillationConfig(**{**defaults, "teacher_server_urls": urls, **fields})  # type: ignore[arg-type]
 
 
 def tiny_policy(
