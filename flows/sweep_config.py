@@ -127,13 +127,20 @@ class PruningConfig(StrictModel):
         return self
 
 
-class TrialRetry(StrictModel):
-    """Trials that were lost. (A run's own `retry`, in `base`, comes first; a trial goes on from its last checkpoint.)"""
+class SweepRetry(StrictModel):
+    """Trials that were lost, and the sweep itself. (A run's own `retry`, in `base`, comes first; a trial goes on from its last
+    checkpoint.)"""
 
     infrastructure: int = Field(
         default=1, ge=0, description="Times a trial goes on that failed as infrastructure, or whose process died. Default 1."
     )
-    backoff_s: float = Field(default=5.0, ge=0, description="Seconds before it goes on. Default 5.")
+    lost: int = Field(
+        default=3,
+        ge=0,
+        description="Times the sweep goes on by itself after its process died, with its worker or alone, if a worker ran it. "
+        "Default 3.",
+    )
+    backoff_s: float = Field(default=5.0, ge=0, description="Seconds before either goes on. Default 5.")
 
 
 class SweepLimits(StrictModel):
@@ -190,7 +197,7 @@ class SweepConfig(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of all that is drawn; the trials' own is in `base`. Default 0.")
     tracking: TrackingConfig | None = Field(default=None, description="MLflow, of sweep and trials. Default: `base`'s.")
     storage: StorageConfig | None = Field(default=None, description="Checkpoints of the trials. Default: `base`'s.")
-    retry: TrialRetry = Field(default_factory=TrialRetry, description="Trials that were lost.")
+    retry: SweepRetry = Field(default_factory=SweepRetry, description="Trials that were lost, and the sweep itself.")
     limits: SweepLimits = Field(default_factory=SweepLimits, description="Limits of the sweep.")
 
     @field_validator("name")

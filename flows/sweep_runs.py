@@ -28,13 +28,16 @@ class SweepRefused(ConfigError):
 
 
 def named(registry: Registry, config: SweepConfig, flow_run_id: str | None, fallback: str, due: datetime | None) -> SweepConfig:
-    """`config` with a name: its own, `{date}` filled in; else that of the sweep `flow_run_id` belongs to, else `fallback`."""
-    if config.name is not None:
-        return config.model_copy(
-            update={"name": config.name.replace("{date}", f"{due.astimezone() if due else datetime.now():%Y-%m-%d}")}
-        )
+    """`config` with a name: that of the sweep `flow_run_id` belongs to (a flow run that is retried is due on another day); else
+    its own, `{date}` filled in; else `fallback`."""
     known = next((row for row in registry.list_sweeps() if flow_run_id and row.prefect_flow_run_id == flow_run_id), None)
-    return config.model_copy(update={"name": known.name if known else plain_name(fallback)})
+    if known is not None:
+        name = known.name
+    elif config.name is not None:
+        name = config.name.replace("{date}", f"{due.astimezone() if due else datetime.now():%Y-%m-%d}")
+    else:
+        name = plain_name(fallback)
+    return config.model_copy(update={"name": name})
 
 
 def check_startable(registry: Registry, config: SweepConfig) -> SweepRow | None:

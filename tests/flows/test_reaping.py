@@ -1,8 +1,7 @@
-"""Which runs' Prefect states the reaper may end, and which runs it has taken up again."""
+"""Which runs' Prefect states the reaper may end."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -13,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.reaping import FLOW_RUN_VARIABLE, SETTLING_S, _end_half_ended, _is_gone, _nobody_will_end, _resume_lost
+from flows.reaping import FLOW_RUN_VARIABLE, SETTLING_S, _end_half_ended, _is_gone, _nobody_will_end
 from infra.process import carrying
 from infra.registry import Owner, Registry
+from tests.flows.test_lost import GONE, lost_run
 from tests.support.waiting import wait_until
-
-GONE = Owner(2**22 + 1, 1.0, Owner.current().host)  # above the largest pid
 
 
 @pytest.mark.parametrize(
@@ -41,25 +39,6 @@ def test_only_flow_runs_that_nobody_will_end(tmp_path: Path, monkeypatch, status
     assert _nobody_will_end(registry.get_run(run.id)) is expected
 
 
-class FakePrefect:
-    """One flow run, and the states it was given."""
-
-    def __init__(self, kind: str = "CRASHED", deployment: str | None = "d", runs: int = 1) -> None:
-        self.flow_run = {"id": "f", "state": {"type": kind}, "deployment_id": deployment, "run_count": runs}
-        self.given: list[dict[str, Any]] = []
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(self._answer))
-
-    def _answer(self, request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            return httpx.Response(200, json=self.flow_run) if request.url.path == "/flow_runs/f" else httpx.Response(404)
-        assert request.url.path == "/flow_runs/f/set_state"
-        self.given.append(json.loads(request.content)["state"])
-        self.flow_run["state"] = self.given[-1]
-        return httpx.Response(201, json={})
-
-
 def running_flow_run(deployment: str | None = "d", age_s: float = 2 * SETTLING_S) -> dict[str, Any]:
     began = datetime.fromtimestamp(time.time() - age_s, UTC).isoformat()
     return {"id": "f", "state": {"type": "RUNNING", "timestamp": began}, "deployment_id": deployment}
@@ -71,7 +50,7 @@ def test_a_run_whose_flow_was_killed_while_it_told_of_its_end_is_ended_in_mlflow
 ) -> None:
     registry = lost_run(tmp_path, status=status, failure_class=failure)
     ended: list[tuple[str, str]] = []
-    monkeypatch.setattr("flows.reaping._end_mlflow", lambda run, status: ended.append((run.name, status)))
+    monkeypatch.setattr("flows.reaping.end_run_in_mlflow", lambda run, status: ended.append((run.name, status)))
     for _ in range(2):
         _end_half_ended(registry)
     assert ended == [("r", status)] and registry.get_run("r").owner is None
@@ -100,51 +79,3 @@ def test_a_flow_run_without_a_process_or_a_row_is_gone(facts: dict[str, Any], ho
         with subprocess.Popen(sleeper, stdin=subprocess.PIPE, env={FLOW_RUN_VARIABLE: "f", "PATH": ""}) as process:
             wait_until(lambda: carrying(FLOW_RUN_VARIABLE, "f") == [process.pid])
             assert not _is_gone(flow_run, client)
-
-
-def lost_run(folder: Path, **columns: Any) -> Registry:
-    registry = Registry(folder / "registry.db")
-    run = registry.create_run("r", "train-sft", {"retry": {"infrastructure": 2, "backoff_s": 0}}, prefect_flow_run_id="f")
-    registry.update_run(run.id, **{"status": "FAILED", "failure_class": "infrastructure", "owner": GONE} | columns)
-    return registry
-
-
-def test_a_lost_run_is_scheduled_once(tmp_path: Path) -> None:
-    registry, prefect = lost_run(tmp_path), FakePrefect()
-    with prefect.client() as client:
-        assert _resume_lost(registry, client) == ["r"]
-        assert _resume_lost(registry, client) == []  # it is scheduled
-    assert [state["name"] for state in prefect.given] == ["AwaitingRetry"]
-    run = registry.get_run("r")
-    assert (run.status, run.owner) == ("FAILED", GONE)  # until a worker takes it up
-
-
-@pytest.mark.parametrize(
-    ("columns", "prefect"),
-    [
-        ({}, FakePrefect(runs=3)),  # its tries are used up
-        ({}, FakePrefect(deployment=None)),  # `loopwright run`: no worker would take it up
-        ({}, FakePrefect("RUNNING")),  # taken up just now
-        ({}, FakePrefect("SCHEDULED")),
-        ({"failure_class": "user"}, FakePrefect()),  # the user's to mend
-        ({"status": "KILLED", "failure_class": None}, FakePrefect()),
-        ({"owner": None}, FakePrefect()),  # given up by its flow, which used up its tries
-        ({"owner": Owner.current()}, FakePrefect()),
-        ({"prefect_flow_run_id": "of a server that is gone"}, FakePrefect()),
-    ],
-)
-def test_what_is_not_scheduled_again(tmp_path: Path, columns: dict[str, Any], prefect: FakePrefect) -> None:
-    registry = lost_run(tmp_path, **columns)
-    before = registry.get_run("r")
-    with prefect.client() as client:
-        assert _resume_lost(registry, client) == []
-    after = registry.get_run("r")
-    assert prefect.given == [] and (after.status, after.owner) == (before.status, before.owner)
-
-
-def test_a_run_lost_while_it_was_cancelled_is_killed(tmp_path: Path) -> None:
-    registry, prefect = lost_run(tmp_path), FakePrefect("CANCELLED")
-    with prefect.client() as client:
-        assert _resume_lost(registry, client) == []
-    run = registry.get_run("r")
-    assert (run.status, run.failure_class, run.cause) == ("KILLED", None, "cancelled in Prefect")

@@ -71,6 +71,7 @@ def test_names_are_made_of_the_day_or_of_the_flow_run(registry: Registry) -> Non
     assert named(registry, nameless, "id", "quick fox", due).name == "quick-fox"
     open_sweep(registry, CONFIG, "id")
     assert named(registry, nameless, "id", "another", due).name == "s"  # Prefect's retry of the same flow run
+    assert named(registry, dated, "id", "x", datetime(2026, 5, 5, 0)).name == "s"  # also one that is due on the next day
 
 
 def test_a_sweep_whose_process_is_gone_has_failed(registry: Registry) -> None:
