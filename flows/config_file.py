@@ -270,11 +270,14 @@ def _refusals(cls: type[StrictModel], tree: Mapping[str, Any], prefix: str = "")
             yield reason if not prefix else f"{prefix}: {reason}"
             continue
         here = f"{prefix}.{name}" if prefix else str(name)
-        inner = _model_in(cls.model_fields[name].annotation)
+        annotation = cls.model_fields[name].annotation
+        inner = _model_in(annotation)
         if inner is None:
             continue
         if isinstance(value, list):
             items = {str(index): item for index, item in enumerate(value)}
+        elif typing.get_origin(annotation) is dict and isinstance(value, dict):  # models by name
+            items = value
         else:
             items = value if _index_keys(value) else {"": value}
         for index, item in items.items():
@@ -283,7 +286,7 @@ def _refusals(cls: type[StrictModel], tree: Mapping[str, Any], prefix: str = "")
 
 
 def _model_in(annotation: Any) -> type[StrictModel] | None:
-    """The model that a field's annotation holds, through optional and list."""
+    """The model that a field's annotation holds, through optional, list and mapping."""
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         return annotation
     return next(filter(None, (_model_in(arg) for arg in typing.get_args(annotation))), None)

@@ -17,6 +17,7 @@ from flows.recipe_report import BASE
 from flows.recipe_stages import StageRuns
 from infra.registry import Registry, RunRow
 from trainers.errors import ConfigError
+from trainers.references import resolve
 
 _DATA = "data"  # a stage that is no run: the joined prompts
 
@@ -80,9 +81,19 @@ class Course:
                 f"the domains' data sets have changed since the prompts were joined (fingerprint {noted['fingerprint']}, now "
                 f"{data['fingerprint']}): restore them, or choose another name for the recipe"
             )
+        self._note_lineage(data)
         self._registry.set_stage(self._row.id, _DATA, data)
         print(f"{sum(data['rows'].values())} prompts in {data['path']}, fingerprint {data['fingerprint']}", flush=True)
         return data["path"]
+
+    def _note_lineage(self, data: dict[str, Any]) -> None:
+        """The joined prompts were made from the domains' data sets, as specialists' runs have noted them."""
+        joined = self._registry.record_artefact("dataset", data["path"], "prompts.jsonl", digest=data["fingerprint"])
+        for domain in self._plan.config.domains.values():
+            path = resolve(domain.dataset.path)
+            known = self._registry.find_artefacts(path)
+            row = known[-1] if known else self._registry.record_artefact("dataset", path, Path(path).name)
+            self._registry.link(row.id, joined.id)
 
     def _measure(self, title: str, model: str) -> None:
         if self._accuracy.measure(title, model, self._parent):

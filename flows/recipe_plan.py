@@ -21,8 +21,8 @@ from flows.config import GRPORunConfig, RunConfig, SFTRunConfig
 from flows.config_file import ConfigErrors, describe, merge_into, merge_layers, nest, parse_override, read_tree
 from flows.evaluate_config import EvaluateConfig
 from flows.recipe_config import RecipeConfig
+from infra.tracking_tags import PARENT_TAG
 
-PARENT_TAG = "mlflow.parentRunId"
 RECIPE_TAG, STAGE_TAG = "loopwright.recipe", "loopwright.stage"
 SFT, MERGED = "sft", "merged"  # stages; the others are called as their domains are
 LATER = "<made by an earlier stage>"  # a model or data set while only the fields are checked
@@ -88,10 +88,9 @@ class Plan:
 
     def merge(self, model: str, teachers: Mapping[str, str], dataset: str, parent_run: str | None = None) -> Any:
         """The distillation run: `model` taught by `teachers` (domain → model) on the prompts of `dataset`."""
-        given = {
-            "dataset": {"path": dataset},
-            "servers": {"teachers": {name: {"model": path} for name, path in teachers.items()}},
-        }
+        served = (self.config.merge.get("servers") or {}).get("teachers") or {}  # one that is up is asked as it is
+        own = {name: {} if (served.get(name) or {}).get("url") else {"model": path} for name, path in teachers.items()}
+        given = {"dataset": {"path": dataset}, "servers": {"teachers": own}}
         return self._build("distillation", MERGED, [("merge", self.config.merge), ("the recipe", given)], model, parent_run)
 
     def evaluation(self, name: str, model: str) -> EvaluateConfig | None:

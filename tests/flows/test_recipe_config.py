@@ -70,6 +70,12 @@ def test_the_student_is_taught_by_every_domains_specialist_in_the_order_of_the_d
     assert list(merged.servers.teachers) == ["add", "order"]
 
 
+def test_a_teacher_that_is_up_is_asked_as_it_is():
+    made = plan(merge={"servers": {"teachers": {"add": {"url": "http://10.0.0.1:8001"}, "order": {"gpus": 1}}}})
+    add, order = made.merge("/sft", {"add": "/a", "order": "/o"}, "/prompts.jsonl").servers.teachers.values()
+    assert (add.url, add.model) == ("http://10.0.0.1:8001", None) and (order.model, order.gpus) == ("/o", 1)
+
+
 def test_a_run_that_asks_for_evaluations_gets_the_domains_held_out_problems():
     made = plan(grpo={"max_steps": 7, "eval": {"every": 2}})
     add = made.specialist("add", "/sft")
@@ -116,6 +122,7 @@ def test_specialists_that_are_there_already_are_not_trained():
             {"domains": {"add": domain(), "order": domain(overrides={"max_steps": "many"})}},
             "domains.order.overrides: max_steps: Input should be a valid integer",
         ),
+        ({"merge": {"servers": {"teachers": {"add": {"gpuss": 1}}}}}, "merge: servers.teachers.add: unknown field `gpuss`"),
         ({"merge": {"beta": 2}}, "merge: beta: Input should be less than or equal to 1"),
         ({"shared": {"num_generations": 4}}, "shared: unknown field `num_generations` in SFTRunConfig"),
     ],

@@ -125,6 +125,8 @@ def test_every_stage_begins_from_what_the_one_before_it_made(scene: Scene):
     assert {name: teachers[name]["model"] for name in teachers} == {"a": "/a/checkpoint", "b": "/b/checkpoint"}
     rows = [json.loads(line) for line in Path(student.config["dataset"]["path"]).read_text().splitlines()]
     assert sorted((row["teacher_id"], row["prompt"]) for row in rows) == [(n, f"{n}{i}") for n in "ab" for i in range(3)]
+    (joined,) = scene.registry.find_artefacts(student.config["dataset"]["path"])
+    assert [row.name for row in scene.registry.parents(joined.id)] == ["a.jsonl", "b.jsonl"]
     parent = scene.registry.get_run("r")
     assert {run.name for run in scene.registry.list_runs(parent=parent.id)} == {"r-sft", "r-a", "r-b", "r-merged"}
 
