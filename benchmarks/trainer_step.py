@@ -49,7 +49,7 @@ def build_model(shape: tuple[int, ...], attn: str) -> transformers.PreTrainedMod
 
 @dataclass
 class MemorySource:
-    """Serves `steps` steps whose rows are full of equal samples, half of each trained."""
+    """Serves `steps` steps whose rows are full of equal samples, `prompt_share` of each not trained."""
 
     steps: int
     vocab: int
@@ -57,6 +57,7 @@ class MemorySource:
     sample_tokens: int
     microbatches: int
     ranks: int = 1
+    prompt_share: float = 0.5  # of a sample, the part that is not trained
     done: list[int] = field(default_factory=list)
     rows_address: str | None = None
     passes: float = 0.0
@@ -78,7 +79,7 @@ class MemorySource:
         rng = np.random.default_rng(index)
         per_row = self.row_tokens // self.sample_tokens
         count = per_row * self.ranks * self.microbatches
-        mask = np.arange(self.sample_tokens) >= self.sample_tokens // 2
+        mask = np.arange(self.sample_tokens) >= max(1, int(self.prompt_share * self.sample_tokens))
         logprobs = np.where(mask, -np.log(self.vocab), 0).astype(np.float32)
         versions = np.where(mask, 0, -1).astype(np.int32)
         samples = [

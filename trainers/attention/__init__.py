@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from trainers.attention.backends import Backend, choose_backend, reference
+from trainers.attention.backends import DENSE_TOKENS, Backend, choose_backend, reference
 from trainers.attention.layout import PackedLayout
 from trainers.errors import ConfigError
 
@@ -52,6 +52,8 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Master weights in float32 are also run as they are, by the check of the head at start; flash kernels refuse that type.
     fn = _backend.fn if q.dtype in (torch.bfloat16, torch.float16) else reference
+    if fn is not reference and _backend.dense and packed_layout.segments == 1 and packed_layout.max_seqlen >= DENSE_TOKENS:
+        fn = _backend.dense
     return fn(q, k, v, packed_layout, scale).unsqueeze(0), None
 
 
