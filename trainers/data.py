@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainers.config import TrainerConfig
+from trainers.config import DistillationConfig, TrainerConfig
 from trainers.config_parts import DatasetConfig
 from trainers.errors import ConfigError, DatasetError
 from trainers.rollouts.chat import Chat
+from trainers.routing import TEACHER_COLUMN, check_teachers, teacher_of
 from trainers.streams import Stream, is_stream, require_columns, row_bytes
 from trainers.types import Message, Prompt
 
@@ -45,6 +47,12 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._rows[index]
+
+    def column(self, name: str) -> Iterator[Any]:
+        """The values of one column, None where a row has none."""
+        rows: Any = self._rows
+        whole: Iterable[Any] = rows[name] if hasattr(rows, "column_names") else (self[i].get(name) for i in range(len(self)))
+        yield from itertools.islice(whole, len(self))
 
     def require(self, *columns: str) -> None:
         """Raises `DatasetError` naming the missing column and those that exist."""
@@ -152,6 +160,9 @@ def check_columns(rows: Rows | Stream, config: TrainerConfig) -> None:
         rows.require(config.dataset.prompt_column)
     if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
         rows.require(config.dataset.completion_column)
+    if isinstance(config, DistillationConfig):
+        named = rows.column(TEACHER_COLUMN) if isinstance(rows, Rows) else ()
+        check_teachers(rows.source, rows.columns, named, config.teachers)
 
 
 def _environment_asks(config: TrainerConfig) -> bool:
@@ -181,6 +192,7 @@ class PromptBuilder:
         self.chat = Chat(tokenizer, config.chat_template_kwargs, tools)
         self._dataset = config.dataset
         self._may_be_empty = _environment_asks(config)
+        self._teachers = config.teachers if isinstance(config, DistillationConfig) else ()
 
     def messages(self, row: dict[str, Any]) -> list[Message]:
         """The row's prompt as chat messages, system prompt first."""
@@ -201,6 +213,8 @@ class PromptBuilder:
 
     def prompt(self, epoch: int, row_index: int, row: dict[str, Any]) -> Prompt:
         messages = self.messages(row)
+        if self._teachers:
+            teacher_of(row, row_index, self._teachers)  # of a stream, a row's is only known now
         columns = {name: value for name, value in row.items() if name != self._dataset.prompt_column}
         return Prompt(epoch, row_index, messages, columns, self.chat.prompt_ids(messages), row)
 

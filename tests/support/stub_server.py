@@ -37,12 +37,7 @@ class StubServer:
     @asynccontextmanager
     async def run(self, port: int = 0) -> AsyncIterator[StubServer]:
         app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        for path in ("/health", "/metrics", "/weight_info"):
-            app.router.add_get(path, self._about)
-        if self._generate:
-            app.router.add_post("/inference/v1/generate", self._answer)
-        app.router.add_post("/v1/completions", self._answer)
+        self.routes(app)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         self._site = web.TCPSite(runner, "127.0.0.1", port)
@@ -52,6 +47,14 @@ class StubServer:
             yield self
         finally:
             await runner.cleanup()
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get("/v1/models", self._models)
+        for path in ("/health", "/metrics", "/weight_info"):
+            app.router.add_get(path, self._about)
+        if self._generate:
+            app.router.add_post("/inference/v1/generate", self._answer)
+        app.router.add_post("/v1/completions", self._answer)
 
     async def stop_listening(self) -> None:
         """Whoever comes is refused; connections there are stay."""
@@ -88,6 +91,10 @@ class StubServer:
             request.transport.abort()
             return web.Response()
         await asyncio.sleep(3600 if fault == "hang" else self.delay_s)
+        return self._body(request, body, fault)
+
+    def _body(self, request: web.Request, body: dict[str, Any], fault: int | str | None) -> web.Response:
+        """The answer of a request that no fault met, `abort` aside."""
         limit = body["sampling_params"]["max_tokens"] if "sampling_params" in body else body["max_tokens"]
         ids = self._ids[:limit]
         if self.script is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainers.algorithms import build_algorithm
-from trainers.config import AsyncTrainerConfig, GRPOConfig, SFTConfig, TrainerConfig
+from trainers.config import AsyncTrainerConfig, SFTConfig, TrainerConfig
 from trainers.data import Rows, as_data, check_columns, load_data
 from trainers.metrics import MetricBag
 from trainers.rollouts.engine import StepEngine
@@ -80,7 +80,7 @@ async def build_engine(
     if isinstance(config, SFTConfig):
         source = RecordedSource(builder, algorithm, config.max_length)
     else:
-        assert isinstance(config, GRPOConfig), config
+        assert isinstance(config, AsyncTrainerConfig), config
         source = loop_class(config, payload)(
             payload.args if payload.args is not None else config,
             settings=config,
@@ -98,7 +98,7 @@ async def build_engine(
                 form=SamplingForm.of(config, algorithm.sampler_needs()),
             ),
             conversations=parts.conversations(config, lambda: holder[0].progress()),
-            scorer=parts.scorer(config, rows),
+            scorer=parts.scorer(config, rows, lambda: holder[0].progress()),
             metrics=metrics,
             next_seed=lambda: int(rng.integers(0, 2**63 - 1)),
             progress=lambda: holder[0].progress(),

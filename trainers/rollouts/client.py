@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ class ServerFacts:
     max_model_len: int
     generate: bool  # has `/inference/v1/generate`
     load: ServerLoad | None  # None: it has no `/metrics`
+    root: str | None = None  # what it was started with: a folder of its machine, or a hub id
 
 
 class GenerateClient:
@@ -45,12 +47,13 @@ class GenerateClient:
     Args:
         base_url: of the server, without `/v1`.
         form: what every request asks for beside its own temperature, length and seed.
+        keys: names of environment variables; the first that is set holds the server's key.
     """
 
-    def __init__(self, base_url: str, form: SamplingForm = PLAIN) -> None:
+    def __init__(self, base_url: str, form: SamplingForm = PLAIN, keys: Sequence[str] = ("VLLM_API_KEY",)) -> None:
         self.base_url = base_url.rstrip("/")
         self.facts: ServerFacts | None = None
-        self._form = form
+        self._form, self._keys = form, keys
         self._http: HttpClient | None = None
 
     async def open(self, wait_s: float) -> ServerFacts:
@@ -59,7 +62,7 @@ class GenerateClient:
         Raises:
             ServerError: it does not answer, or refuses the key.
         """
-        key = os.environ.get("VLLM_API_KEY")
+        key = next(filter(None, map(os.environ.get, self._keys)), None)
         self._http = HttpClient(self.base_url, key, CONNECT_S)
         deadline = time.monotonic() + wait_s
         while True:
@@ -107,20 +110,14 @@ class GenerateClient:
             seed=seed,
             version=version,
         )
-        try:
-            status, answer = await self.request("POST", path, body)
-        except ConnectFailed as error:
-            raise Retryable("connection", f"{self.base_url}{path}: {error}") from error
-        except ConnectionError as error:
-            raise Retryable("reset", f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
+        status, answer = await self.post(path, body)
         if status != 200:
             message = answer[:300].decode(errors="replace")
             if status == 400 and (remedy := refusal(self._form, message)):
                 raise ServerCapabilityError(f"the server at {self.base_url} cannot do what this run needs: {remedy}")
             if status == 404 and adapter is not None:
                 raise await self._gone(adapter)
-            refused = f"{self.base_url}{path}: {status} {message}"
-            raise (Retryable if status >= 500 else RequestFailed)(f"http_{status}", refused)
+            raise self.refused(path, status, message)
         return read_answer(self._form, answer, prompt_ids, version, by_adapter=adapter is not None)
 
     async def _gone(self, adapter: str) -> Exception:
@@ -136,6 +133,19 @@ class GenerateClient:
     async def _adapters(self) -> list[str]:
         status, page = await self._get("/v1/models")
         return [str(model["id"]) for model in json.loads(page)["data"]] if status == 200 else []
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `Retryable` if there is none."""
+        try:
+            return await self.request("POST", path, body)
+        except ConnectFailed as error:
+            raise Retryable("connection", f"{self.base_url}{path}: {error}") from error
+        except ConnectionError as error:
+            raise Retryable("reset", f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
+
+    def refused(self, path: str, status: int, message: str) -> Exception:
+        """What an answer of another status than 200 means."""
+        return (Retryable if status >= 500 else RequestFailed)(f"http_{status}", f"{self.base_url}{path}: {status} {message}")
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of the answer. Raises `ConnectFailed`, `BrokenAnswer`."""
@@ -168,11 +178,11 @@ class GenerateClient:
     async def _look(self) -> ServerFacts:
         status, page = await self.request("GET", "/v1/models")
         if status in (401, 403):
-            raise ServerError(f"{self.base_url} refuses the key in VLLM_API_KEY ({status})")
+            raise ServerError(f"{self.base_url} refuses the key in {' or '.join(self._keys)} ({status})")
         if status != 200:
             raise ServerError(f"{self.base_url}/v1/models answered {status}: {page[:300].decode(errors='replace')}")
         model = json.loads(page)["data"][0]
         # An empty request is refused where the endpoint exists, and not found where it does not.
         status, _ = await self.request("POST", GENERATE, b"{}")
         generate = status not in (404, 405)
-        return ServerFacts(model["id"], int(model["max_model_len"]), generate, await self.load())
+        return ServerFacts(model["id"], int(model["max_model_len"]), generate, await self.load(), model.get("root"))

@@ -15,10 +15,11 @@ class FailureWindow:
 
     Args:
         limit: highest share of failed rollouts that is tolerated; judged once `LEAST` rollouts have ended, and at the end.
+        of, field: for the message: which rollouts, and the config's field that sets the limit.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, of: str = "rollouts", field: str = "max_rollout_failure_frac") -> None:
+        self._limit, self._of, self._field = limit, of, field
         self._causes: deque[str | None] = deque(maxlen=WINDOW)
         self._examples: dict[str, str] = {}
         self._tracebacks: dict[str, str] = {}
@@ -39,7 +40,7 @@ class FailureWindow:
             return
         causes = "; ".join(f"{number} × {cause}: {self._examples[cause]}" for cause, number in failed.most_common())
         error = RolloutFailures(
-            f"{count} of the last {len(self._causes)} rollouts failed (max_rollout_failure_frac = {self._limit:g}): {causes}"
+            f"{count} of the last {len(self._causes)} {self._of} failed ({self._field} = {self._limit:g}): {causes}"
         )
         told = [self._tracebacks[cause] for cause, _ in failed.most_common() if cause in self._tracebacks]
         raise came_from(error, told[0]) if told else error

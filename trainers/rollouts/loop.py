@@ -30,9 +30,9 @@ from trainers.metrics import MetricBag, sanitize
 from trainers.rollouts.blame import user_traceback
 from trainers.rollouts.conversation import Conversations, Limits
 from trainers.rollouts.failures import FailureWindow
+from trainers.rollouts.group_scorer import GroupScorer
 from trainers.rollouts.pool import Lease, ServerPool
 from trainers.rollouts.protocol import RequestFailed
-from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.source import Dropped
 from trainers.streams import Stream
 from trainers.types import Message, Prompt, Rollout, RolloutGroup, TurnRecord
@@ -64,7 +64,7 @@ class AsyncRolloutLoop:
         tokenizer: Any,
         pool: ServerPool,
         conversations: Conversations,
-        scorer: Scorer,
+        scorer: GroupScorer,
         metrics: MetricBag,
         next_seed: Callable[[], int],
         progress: Callable[[], None],
@@ -150,6 +150,7 @@ class AsyncRolloutLoop:
     async def open(self) -> None:
         facts = await self._pool.open(wait_s=min(self._settings.vllm_server_timeout, self._settings.rollout_worker_timeout))
         self.max_sequence_tokens = facts.max_model_len
+        await self._scorer.open(facts.max_model_len)
         outcome = self.setup()
         if inspect.isawaitable(outcome):
             limit_s = self._settings.rollout_worker_timeout
@@ -183,6 +184,7 @@ class AsyncRolloutLoop:
                 yield item
                 self._failures.check()
             self._failures.check(final=True)
+            self._scorer.check(final=True)
         finally:
             for task in [feeder, *tasks]:
                 task.cancel()
@@ -285,7 +287,8 @@ class AsyncRolloutLoop:
             self._failures.add(None)
             return
         cause, _, message = rollout.failed.partition(": ")
-        self._failures.add(cause, message, rollout.failed_by)
+        if cause not in self._scorer.judges:
+            self._failures.add(cause, message, rollout.failed_by)
         self._metrics.add(f"rollout/failed_total/{sanitize(cause)}", 1)
 
     def _measure(self, group: RolloutGroup) -> None:

@@ -1,6 +1,6 @@
 """What a run's conversations are made of: the tokenizer with its chat template, tools, environments, reward functions.
 
-    config, payload ─▶ functions of the user's, imported first ─▶ tokenizer and schemas, without torch ─▶ Conversations, Scorer
+    config, payload ─▶ functions of the user's, imported first ─▶ tokenizer and schemas, without torch ─▶ Conversations, scorer
 
 A `Payload` (objects of a script) goes before the config's import paths.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainers.config import GRPOConfig, TrainerConfig
+from trainers.config import AsyncTrainerConfig, DistillationConfig, GRPOConfig, TrainerConfig
 from trainers.data import PromptBuilder, Rows, load_tokenizer
 from trainers.errors import ConfigError
 from trainers.metrics import MetricBag
@@ -24,12 +24,17 @@ from trainers.rewards import load_callable, load_object
 from trainers.rewards.columns import require_columns_of
 from trainers.rollouts.conversation import Conversations
 from trainers.rollouts.environments import Environments
+from trainers.rollouts.group_scorer import GroupScorer
 from trainers.rollouts.loop import AsyncRolloutLoop
 from trainers.rollouts.payload import Payload
 from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.side_calls import SideCalls
+from trainers.rollouts.teachers import TeacherScorer
 from trainers.rollouts.tools import Toolbox, make_tool
+from trainers.rollouts.vocabulary import local_tokenizer
 from trainers.streams import Stream
+
+_FORK_THRESHOLD_TOKENS = 1024  # where the config does not say; only a `loop_cls` then makes turns that could differ
 
 
 @contextmanager
@@ -54,9 +59,11 @@ def without_torch(config: TrainerConfig) -> Iterator[None]:
 
 
 def _runs_code_of_the_users(config: TrainerConfig) -> bool:
+    if isinstance(config, AsyncTrainerConfig) and config.loop_cls is not None:
+        return True
     if not isinstance(config, GRPOConfig):
         return False
-    if config.tools or config.environment_factory is not None or config.loop_cls is not None:
+    if config.tools or config.environment_factory is not None:
         return True
     return not all(spec.path.startswith("trainers.rewards:") for spec in config.reward_funcs)
 
@@ -65,15 +72,16 @@ class Parts:
     """Tokenizer, prompts and, for a run that generates, what its rollouts use.
 
     Args:
-        threads: calls of synchronous tools and environments at once.
+        at_once: rollouts at once, and so calls of synchronous tools and environments, and requests to one teacher.
     """
 
-    def __init__(self, config: TrainerConfig, payload: Payload, metrics: MetricBag, threads: int) -> None:
-        self._config, self._payload, self._metrics = config, payload, metrics
+    def __init__(self, config: TrainerConfig, payload: Payload, metrics: MetricBag, at_once: int) -> None:
+        self._config, self._payload, self._metrics, self._at_once = config, payload, metrics, at_once
         self._functions: list[Any] = []
         self._environments: Environments | None = None
+        if isinstance(config, AsyncTrainerConfig):
+            self._side = SideCalls(at_once, config.vllm_server_timeout)
         if isinstance(config, GRPOConfig):
-            self._side = SideCalls(threads, config.vllm_server_timeout)
             self._functions = [load_callable(spec) for spec in config.tools] if payload.tools is None else payload.tools
             factory = _factory(config, payload)
             self._environments = Environments(factory, self._side, metrics) if factory is not None else None
@@ -100,19 +108,41 @@ class Parts:
             self._tools = Toolbox([*(make_tool(function) for function in self._functions), *methods])
         self.builder = PromptBuilder(self.tokenizer, self._config, self._tools.schemas)
 
-    def conversations(self, config: GRPOConfig, progress: Callable[[], None]) -> Conversations:
+    def conversations(self, config: AsyncTrainerConfig, progress: Callable[[], None]) -> Conversations:
+        with_tools = isinstance(config, GRPOConfig)
         return Conversations(
             self.builder.chat,
             self._tools,
             self._side,
             self._metrics,
             environments=self._environments,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            fork_threshold_tokens=config.fork_threshold_tokens,
+            max_tool_calling_iterations=config.max_tool_calling_iterations if with_tools else None,
+            fork_threshold_tokens=config.fork_threshold_tokens if with_tools else _FORK_THRESHOLD_TOKENS,
             progress=progress,
         )
 
-    def scorer(self, config: GRPOConfig, rows: Rows | Stream) -> Scorer:
+    def scorer(self, config: AsyncTrainerConfig, rows: Rows | Stream, progress: Callable[[], None]) -> GroupScorer:
+        """The teachers, or the reward functions.
+
+        Args:
+            progress: called while a teacher is waited for.
+
+        Raises:
+            ConfigError: see `_rewards`.
+        """
+        if isinstance(config, DistillationConfig):
+            return TeacherScorer(
+                config, self.tokenizer, self._tokenizer_of, at_once=self._at_once, metrics=self._metrics, progress=progress
+            )
+        assert isinstance(config, GRPOConfig), config
+        return self._rewards(config, rows)
+
+    def _tokenizer_of(self, root: str | None) -> Any | None:
+        """As `local_tokenizer`."""
+        with without_torch(self._config):
+            return local_tokenizer(root, self._config.trust_remote_code)
+
+    def _rewards(self, config: GRPOConfig, rows: Rows | Stream) -> Scorer:
         """The reward functions.
 
         Raises:
@@ -134,7 +164,7 @@ class Parts:
         return scorer
 
 
-def loop_class(config: GRPOConfig, payload: Payload) -> type[AsyncRolloutLoop]:
+def loop_class(config: AsyncTrainerConfig, payload: Payload) -> type[AsyncRolloutLoop]:
     """The class that generates and scores. Raises `ConfigError` if the config names something else."""
     if payload.loop_class is not None:
         return payload.loop_class

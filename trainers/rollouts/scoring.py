@@ -30,6 +30,7 @@ from trainers.errors import ConfigError
 from trainers.metrics import MetricBag, sanitize
 from trainers.rewards import RewardFunc, reward_name
 from trainers.rollouts.blame import user_traceback, where
+from trainers.rollouts.group_scorer import GroupScorer
 from trainers.rollouts.side_calls import SideCalls
 from trainers.types import Rollout, RolloutGroup
 
@@ -99,8 +100,8 @@ def _number(value: Any) -> float | None:
         return None
 
 
-class Scorer:
-    """Scores groups in place.
+class Scorer(GroupScorer):
+    """Rewards of a run's functions.
 
     Args:
         functions, weights: reward functions and what their values are multiplied with (None: 1).
