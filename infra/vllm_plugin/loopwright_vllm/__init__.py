@@ -1,7 +1,8 @@
 """What Loopwright adds to a vLLM server. Runs inside vLLM's interpreter, so it imports nothing of Loopwright's.
 
 The folder above this package is put on the server's PYTHONPATH; vLLM finds `register` through the entry point in the
-`dist-info` folder beside it, in every process it starts. Three of the server's arguments switch the rest on:
+`dist-info` folder beside it, in every process it starts. Of itself it makes prompt log-probabilities follow the request's
+temperature (prompt_temperature.py). Three of the server's arguments switch the rest on:
 
     --weight-transfer-config '{"backend": "loopwright"}'            engine.py: how weights arrive
     --worker-extension-cls loopwright_vllm.worker.WorkerExtension   worker.py: what a worker says of itself, one-call updates
@@ -16,11 +17,15 @@ BACKEND = "loopwright"
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; called once in each process, harmless when called again."""
+    from multiprocessing import parent_process
+
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from loopwright_vllm import adapters, holding
+    from loopwright_vllm import adapters, holding, prompt_temperature
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "loopwright_vllm.engine", "LoopwrightEngine")
     holding.install()
     adapters.install()
+    if parent_process() is not None:  # not the front end, which runs no model
+        prompt_temperature.install()
