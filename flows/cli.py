@@ -21,7 +21,7 @@ from flows.text_table import print_table as _table
 if TYPE_CHECKING:
     from flows.config_file import LoadedConfig
 
-KINDS = click.Choice(["grpo", "sft"])
+KINDS = click.Choice(["grpo", "distillation", "sft"])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

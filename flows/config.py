@@ -13,14 +13,14 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.config_servers import NAME, ServersConfig
+from flows.config_servers import NAME, DistillationServersConfig, ServersConfig
 from flows.convert import resolve_model
 from flows.form import lay_out
 from infra.home import home
 from infra.storage import is_remote
 from infra.storage.run_storage import RunStorage
 from infra.tracking_params import is_secret
-from trainers.config import GRPOConfig, SFTConfig, StrictModel
+from trainers.config import DistillationConfig, GRPOConfig, SFTConfig, StrictModel
 from trainers.metrics import spec_of
 from trainers.references import REFERENCE, is_reference, resolve
 from trainers.training_arguments import LOGGER_PACKAGES
@@ -256,7 +256,11 @@ class RunSettings(StrictModel):
         return name
 
 
-FILLED_IN = {"output_dir": "storage.uri and name", "vllm_server_base_url": "servers.student.url"}
+FILLED_IN = {
+    "output_dir": "storage.uri and name",
+    "vllm_server_base_url": "servers.student.url",
+    "teacher_server_urls": "servers.teachers",
+}
 
 
 class GRPORunConfig(GRPOConfig, RunSettings):
@@ -276,14 +280,34 @@ class GRPORunConfig(GRPOConfig, RunSettings):
         return self
 
 
+class DistillationRunConfig(DistillationConfig, RunSettings):
+    """A distillation run: trainer, student and teachers, storage, tracking."""
+
+    servers: DistillationServersConfig = Field(description="vLLM servers: of the student, and the teachers.")
+    output_dir: SkipJsonSchema[str] = Field(default="", exclude=True)
+    vllm_server_base_url: SkipJsonSchema[str] = Field(default="", exclude=True)
+    # Their names are what the trainer's config checks; the addresses come with `flows.teachers`.
+    teacher_server_urls: SkipJsonSchema[dict[str, str]] = Field(default_factory=lambda: {"default": ""}, exclude=True)
+
+    @model_validator(mode="after")
+    def _teachers_are_named(self) -> DistillationRunConfig:
+        self.teacher_server_urls = self._teachers_are_told_apart(dict.fromkeys(self.servers.teachers, ""))
+        return self
+
+
 class SFTRunConfig(SFTConfig, RunSettings):
     """A supervised run: trainer, storage, tracking."""
 
     output_dir: SkipJsonSchema[str] = Field(default="", exclude=True)
 
 
-RunConfig = GRPORunConfig | SFTRunConfig
-RUN_CONFIGS: dict[str, type[GRPORunConfig] | type[SFTRunConfig]] = {"grpo": GRPORunConfig, "sft": SFTRunConfig}
+GeneratingRunConfig = GRPORunConfig | DistillationRunConfig  # those with a student
+RunConfig = GeneratingRunConfig | SFTRunConfig
+RUN_CONFIGS: dict[str, type[GRPORunConfig] | type[DistillationRunConfig] | type[SFTRunConfig]] = {
+    "grpo": GRPORunConfig,
+    "distillation": DistillationRunConfig,
+    "sft": SFTRunConfig,
+}
 _INFRA_FIELDS = {*RunSettings.model_fields, "servers"}
 
 
@@ -310,8 +334,9 @@ def resolve_plain(value: Any) -> Any:
 def absolute_paths(config: RunConfig) -> RunConfig:
     """`config` with local paths made absolute, so that a worker or a resume in another folder reads the same files."""
     data = config.model_dump(mode="json", exclude_unset=True)
-    if Path(config.model).exists():
-        data["model"] = str(Path(config.model).resolve())
+    for holder in (data, *data.get("servers", {}).get("teachers", {}).values()):
+        if holder.get("model") and Path(holder["model"]).exists():
+            holder["model"] = str(Path(holder["model"]).resolve())
     for dataset in (data.get("dataset"), (data.get("eval") or {}).get("dataset")):
         if dataset and Path(dataset["path"]).exists():
             dataset["path"] = str(Path(dataset["path"]).resolve())

@@ -125,7 +125,58 @@ class StudentsConfig(ServerConfig):
         return self
 
 
+class TeacherConfig(ServerConfig):
+    """One teacher of a distillation run: a server started for the run, or one that is already up and may have other users."""
+
+    model: str | None = Field(
+        default=None, description="Folder with a Hugging Face model, or a hub id: what the run serves. Not with `url`."
+    )
+    url: str | None = Field(
+        default=None,
+        description="Base URL of a server already up, or name:X for one kept by a name; runs may share it. Default none: the "
+        "run starts its own, of `model`.",
+    )
+
+    @model_validator(mode="after")
+    def _started_or_given(self) -> TeacherConfig:
+        if (self.model is None) == (self.url is None):
+            what = "neither `model` nor `url` is set" if self.model is None else "both `model` and `url` are set"
+            raise ValueError(f"{what}: write `model` for a teacher that the run serves, or `url` for one that is up")
+        return self
+
+
 class ServersConfig(StrictModel):
     """The servers of a run."""
 
     student: StudentsConfig = Field(default_factory=StudentsConfig, description="Serve the policy that is trained.")
+
+
+class DistillationServersConfig(ServersConfig):
+    """The servers of a distillation run."""
+
+    teachers: dict[str, TeacherConfig] = Field(
+        description="Teachers by name, as the column `teacher_id` has them; a single one scores every row. Each has `model` or "
+        "`url`, and the fields of a server."
+    )
+
+    @field_validator("teachers")
+    @classmethod
+    def _told_apart(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+        if not teachers:
+            raise ValueError("no teacher is given: name at least one, as in {math: {model: org/math-specialist}}")
+        urls = [teacher.url for teacher in teachers.values() if teacher.url is not None]
+        if twice := [url for url in urls if urls.count(url) > 1]:
+            raise ValueError(f"{twice[0]} is named twice: give its rows one `teacher_id`")
+        return teachers
+
+    @model_validator(mode="after")
+    def _teachers_are_longer(self) -> DistillationServersConfig:
+        """A teacher is asked for one token after the student's longest sequence."""
+        longest = self.student.max_model_len
+        for name, teacher in self.teachers.items():
+            if longest is not None and teacher.max_model_len is not None and teacher.max_model_len <= longest:
+                raise ValueError(
+                    f"teachers.{name}.max_model_len={teacher.max_model_len} must be greater than the student's {longest}: a "
+                    f"teacher is asked for one token more; write {longest + 1}, or leave it out"
+                )
+        return self

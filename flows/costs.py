@@ -3,7 +3,7 @@
     GPU leases ─ seconds by role ─▶ Meter ─ each minute, and at the end ─▶ registry: costs of the current attempt
     servers ─ of these, busy ─────▶   └─▶ limits.gpu_hours, limits.usd ─▶ the trainer is stopped
 
-Seconds count from lease to release, idle ones too, because that is for how long nobody else had the GPU. The students' idle
+Seconds count from lease to release, idle ones too, because that is for how long nobody else had the GPU. The servers' idle
 ones, in which no request ran, their start among them, are told beside; the trainer tells its own. What is used before an
 attempt (servers start, a first evaluation) counts for that attempt, and what follows it for the last one; of a flow run that
 never came to an attempt it stands under attempt 0. A flow that is killed loses the last minute at most. Servers that the run
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flows.config import LimitsConfig
 from infra.leases import LeaseManager
@@ -38,10 +38,10 @@ class Meter:
         leases: LeaseManager,
         limits: LimitsConfig,
         clock: Callable[[], float] = time.monotonic,
-        students_busy_s: Callable[[], float] = lambda: 0.0,
+        busy_gpu_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.registry, self.run_id, self.limits = registry, run_id, limits
-        self._leases, self._clock, self._students_busy_s = leases, clock, students_busy_s
+        self._leases, self._clock, self._busy_gpu_s = leases, clock, busy_gpu_s
         self._lock = threading.Lock()
         rows = registry.list_costs(run_id)
         self._earlier_gpu_s = sum(row.value for row in rows if row.kind.startswith("gpu_s/"))
@@ -89,8 +89,9 @@ class Meter:
         """By kind, of this flow run so far."""
         leased = self._leases.gpu_seconds()
         seconds = {f"gpu_s/{role}": value for role, value in leased.items()}
-        if "student" in leased:
-            seconds["idle_gpu_s/student"] = max(0.0, leased["student"] - self._students_busy_s())
+        for role, busy in self._busy_gpu_s().items():
+            if role in leased:
+                seconds[f"idle_gpu_s/{role}"] = max(0.0, leased[role] - busy)
         return seconds
 
     def _store(self, registry: Registry) -> None:

@@ -34,7 +34,7 @@ class Experiment:
     def __init__(self, registry: Registry, config: RunConfig, run: RunRow) -> None:
         self.registry, self.config, self.run = registry, config, run
         self.leases = LeaseManager(registry)
-        self.meter = Meter(registry, run.id, self.leases, config.limits, students_busy_s=lambda: self.servers.busy_gpu_s())
+        self.meter = Meter(registry, run.id, self.leases, config.limits, busy_gpu_s=lambda: self.servers.busy_gpu_s())
         self.servers: Servers = NoServers()
         self.trainer_gpus = GpuLease()
         self.started = time.monotonic()

@@ -26,7 +26,7 @@ POLL_S = 0.2
 
 
 class Place(Protocol):
-    """`flows.student.Student`."""
+    """`flows.started_server.StartedServer`."""
 
     name: str
 
@@ -96,6 +96,11 @@ class Fleet:
         """None is up, and none will be."""
         return not any(slot.up or slot.starting is not None for slot in self._slots)
 
+    @property
+    def incomplete(self) -> bool:
+        """One is not up, and will not be."""
+        return not all(slot.up or slot.starting is not None for slot in self._slots)
+
     def lease(self, count: int) -> list[Slot]:
         """As many new places.
 
@@ -115,15 +120,19 @@ class Fleet:
         self._slots += new
         return new
 
+    def begin(self) -> None:
+        """Start all that are not up; returns at once."""
+        for slot in self._slots:
+            if slot.starting is None and (slot.place.url is None or slot.place.death() is not None):
+                self._start(slot)
+
     def ensure(self) -> None:
         """Returns when all are up.
 
         Raises:
             InfraError: one did not start; the others stay.
         """
-        for slot in self._slots:
-            if slot.starting is None and (slot.place.url is None or slot.place.death() is not None):
-                self._start(slot)
+        self.begin()
         failures: list[Exception] = []
         for slot in self._slots:
             while slot.in_thread:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
 
 from flows import prefect_api
-from flows.config import GRPORunConfig, RunConfig
+from flows.config import RunConfig
 from flows.failures import RunFailed, describe
 from flows.preflight import preflight
+from flows.presets import ENTRYPOINTS
 from flows.runs import check_startable, new_name
 from infra.registry import Registry
 from trainers.errors import LoopwrightError
@@ -28,10 +30,8 @@ def launch(config: RunConfig) -> dict[str, Any]:
     preflight(config)  # again in the flow; here it saves the user the wait for Prefect
 
     def flow() -> Any:
-        from flows.grpo import train_grpo
-        from flows.sft import train_sft
-
-        return train_grpo if isinstance(config, GRPORunConfig) else train_sft
+        module, _, name = ENTRYPOINTS[config.type].rpartition(".")
+        return getattr(import_module(module), name)
 
     return run_flow("run", flow, config)
 

@@ -1,6 +1,6 @@
 """Where a run's results came from, noted in the registry when its stages finish.
 
-    dataset, base model (or the checkpoint of another run) ─▶ checkpoints ─▶ registered model
+    dataset, base model and teachers (or the checkpoints of other runs) ─▶ checkpoints ─▶ registered model
 
 A registry that does not take it costs a line in the log, never the run.
 """
@@ -11,10 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig
+from flows.config import DistillationRunConfig, RunConfig
 from flows.convert import resolve_model
 from infra import provenance
 from infra.registry import ArtefactRow, CheckpointRow, Registry, RunRow
+from infra.server_names import PREFIX
 from trainers.references import resolve
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,22 @@ def note_registered(registry: Registry, run: RunRow, config: RunConfig, step: in
 
 def _parents(registry: Registry, run: RunRow, config: RunConfig) -> list[ArtefactRow]:
     facts = (provenance.read(Path(run.output_dir)) if run.output_dir else None) or {}
-    return [_dataset(registry, config, facts.get("dataset", {})), _base_model(registry, config, facts.get("model", {}))]
+    base = _base_model(registry, config.model, _digest(facts.get("model", {})))
+    teachers = [_base_model(registry, model) for model in teacher_models(registry, config).values()]
+    return [_dataset(registry, config, facts.get("dataset", {})), base, *teachers]
+
+
+def teacher_models(registry: Registry, config: RunConfig) -> dict[str, str]:
+    """Teacher → its model, or the address of one that is given by URL, and whose model only its server knows."""
+    if not isinstance(config, DistillationRunConfig):
+        return {}
+    found: dict[str, str] = {}
+    for name, teacher in config.servers.teachers.items():
+        source = resolve(teacher.model or str(teacher.url))
+        kept_as = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+        row = next((row for row in registry.list_servers() if row.run_id is None and row.name == kept_as), None)
+        found[name] = row.details.get("model", source) if row is not None else resolve_model(source)
+    return found
 
 
 def _dataset(registry: Registry, config: RunConfig, facts: dict[str, Any]) -> ArtefactRow:
@@ -55,11 +71,11 @@ def _dataset(registry: Registry, config: RunConfig, facts: dict[str, Any]) -> Ar
     return registry.record_artefact("dataset", path, Path(path).name, digest=_digest(facts), details=details)
 
 
-def _base_model(registry: Registry, config: RunConfig, facts: dict[str, Any]) -> ArtefactRow:
+def _base_model(registry: Registry, model: str, digest: str | None = None) -> ArtefactRow:
     """That of another run, where the model is one of its checkpoints."""
-    uri = resolve_model(resolve(config.model))
+    uri = resolve_model(resolve(model))
     known = [row for row in registry.find_artefacts(uri) if row.run_id is not None]
-    return known[-1] if known else registry.record_artefact("base_model", uri, Path(uri).name, digest=_digest(facts))
+    return known[-1] if known else registry.record_artefact("base_model", uri, Path(uri).name, digest=digest)
 
 
 def _digest(facts: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from flows.config import RunConfig
+from flows.config_servers import ServerConfig
 from infra.tracking_params import without_secrets
 
 IDENTITY = (
@@ -25,6 +26,7 @@ IDENTITY = (
     "limits",
     "report_to",
     "vllm_server_base_url",
+    "teacher_server_urls",
 )
 _ADDRESSES = ("url", "api_key_env", "python", "env")  # of a server: where it is, not what it does
 
@@ -59,5 +61,7 @@ def _plain(value: Any, name: str) -> Any:
         return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value]
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
+    if isinstance(value, dict) and any(isinstance(item, ServerConfig) for item in value.values()):
+        value = {key: item.model_dump(mode="json", exclude=set(_ADDRESSES)) for key, item in value.items()}
     # A mapping's keys differ from run to run: one param for all of it.
     return json.dumps(without_secrets({name: value})[name], sort_keys=True) if isinstance(value, dict) else value

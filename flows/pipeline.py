@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from prefect.states import Failed
 
 from flows import artifacts, lineage
-from flows.config import GRPORunConfig, RunConfig
+from flows.config import DistillationRunConfig, GeneratingRunConfig, RunConfig
 from flows.evaluation import evaluate_model
 from flows.experiment import Experiment
 from flows.failures import RunFailed, stopped_by
@@ -27,6 +27,8 @@ from flows.reaping import reap_all
 from flows.runs import named, open_run
 from flows.storage import FAILED_WAIT_S, upload_rest
 from flows.students import Students
+from flows.students_and_teachers import StudentsAndTeachers
+from flows.teachers import Teachers
 from flows.training import serve as start_servers
 from flows.training import train_to_the_end
 from infra.patience import patient, plain
@@ -40,10 +42,13 @@ from trainers.errors import ConfigError
 def lease(experiment: Experiment) -> None:
     """Devices for server and trainer, for as long as the run takes."""
     config = experiment.config
-    if isinstance(config, GRPORunConfig):
-        students = Students(config, experiment.run, experiment.registry, experiment.leases)
-        experiment.servers = students
-        students.lease()
+    if isinstance(config, GeneratingRunConfig):
+        place = (experiment.run, experiment.registry, experiment.leases)
+        servers = Students(config, *place)
+        if isinstance(config, DistillationRunConfig):
+            servers = StudentsAndTeachers(servers, Teachers(config, *place))
+        experiment.servers = servers
+        servers.lease()
     experiment.lease_trainer_gpus()
 
 
@@ -138,7 +143,7 @@ def _to_the_end(experiment: Experiment) -> dict[str, Any] | State:
 def _stages(experiment: Experiment) -> dict[str, Any]:
     """Every stage that is not done yet; all results together."""
     config, result = experiment.config, {"run": experiment.run.name}
-    own_server = isinstance(config, GRPORunConfig) and not config.servers.student.urls
+    own_server = isinstance(config, GeneratingRunConfig) and not config.servers.student.urls
     lease(experiment)
     trained = experiment.stage("train")
     trained_now = trained is None
@@ -153,14 +158,16 @@ def _stages(experiment: Experiment) -> dict[str, Any]:
         after = experiment.stage("evaluate")
         if after is None:
             # With rarer syncs the server may be some steps behind; after a resume it may hold anything.
-            served = trained_now and isinstance(config, GRPORunConfig) and config.weight_sync_steps == 1
+            served = trained_now and isinstance(config, GeneratingRunConfig) and config.weight_sync_steps == 1
             scores = evaluate(experiment, trained["checkpoint"], trained["step"], served=served)
             after = experiment.done("evaluate", {name: scores[name] for name in ("accuracy", "scored")})
         result |= after
     experiment.servers.stop()
     registered = experiment.stage("register")
     if registered is None:
+        teachers = lineage.teacher_models(experiment.registry, config)
         tags = {"run": experiment.run.name, "base_model": config.model, **trained}
+        tags |= {f"teacher.{name}": model for name, model in teachers.items()}
         registered = experiment.done("register", register(experiment, trained["checkpoint"], tags))
     mlflow_run = experiment.registry.get_run(experiment.run.id).mlflow_run_id
     return {**result, **trained, **registered, "mlflow_run": mlflow_run}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.config import GRPORunConfig, RunConfig
+from flows.config import DistillationRunConfig, GeneratingRunConfig, GRPORunConfig, RunConfig
 from flows.config_file import ConfigErrors
 from flows.convert import resolve_model
+from flows.preflight_teachers import check_teachers
 from trainers.config_parts import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
@@ -46,42 +47,57 @@ def preflight(config: RunConfig) -> None:
             lines.append(f"{name}: {_first_line(error)}")
     training = {name: function for name, function in rewards.items() if name != "eval.reward_func"}
     asks = getattr(config, "environment_factory", None) is not None  # an environment may give the whole prompt
-    lines.extend(check_dataset("dataset", config.dataset, training, completions=config.type == "sft", prompts=not asks))
+    teachers = config.teachers if isinstance(config, DistillationRunConfig) else ()
+    lines.extend(check_dataset("dataset", config.dataset, training, config.type == "sft", prompts=not asks, teachers=teachers))
     if config.eval is not None:
         scorer = next((name for name in ("eval.reward_func", "reward_funcs.0") if name in rewards), None)
         scorers = {scorer: rewards[scorer]} if scorer else {}
         lines.extend(check_dataset("eval.dataset", config.eval.dataset, scorers))
-        if config.type == "sft" and config.eval.reward_func is None:
-            lines.append("eval.reward_func: is required for a supervised run, which has no reward functions to score with")
-    if isinstance(config, GRPORunConfig):
+        if not isinstance(config, GRPORunConfig) and config.eval.reward_func is None:
+            kind = "supervised" if config.type == "sft" else config.type
+            lines.append(f"eval.reward_func: is required for a {kind} run, which has no reward functions to score with")
+    if isinstance(config, GeneratingRunConfig):
         lines.extend(check_conversations(config))
         lines.extend(check_server("servers.student", config))
+    if isinstance(config, DistillationRunConfig):
+        lines.extend(check_teachers(config, check_model))
+    lines.extend(check_gpus(config))
     lines.extend(filter(None, map(missing_logger, config.report_to)))
     if lines:
         raise (RewardTypeError if lambdas else ConfigErrors)(lines)
 
 
-def check_model(model: str) -> Iterator[str]:
+def check_gpus(config: RunConfig) -> Iterator[str]:
+    """This machine has as many as the run leases; whether they are free is seen when it leases them."""
+    from flows.run_processes import gpus_needed
+    from infra.gpus import visible_gpus
+
+    there = len(visible_gpus())
+    if (needed := gpus_needed(config, there > 0)) > there:
+        yield f"servers, trainer.gpus: the run leases {needed} GPUs, for its trainer and each server; this machine has {there}"
+
+
+def check_model(model: str, field: str = "model") -> Iterator[str]:
     """A folder with a model, a packaged model (converted now if it was not yet), or a hub id that cache or hub know."""
     try:
         model = resolve_model(model)
     except ConfigError as error:
-        yield f"model: {error}"
+        yield f"{field}: {error}"
         return
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            yield f"model: {model} has no config.json, so it is not a Hugging Face model folder"
+            yield f"{field}: {model} has no config.json, so it is not a Hugging Face model folder"
         return
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or folder.exists():
-        yield f"model: there is no folder {model}"
+        yield f"{field}: there is no folder {model}"
         return
     from huggingface_hub import hf_hub_download
 
     try:
         hf_hub_download(model, "config.json")
     except Exception as error:  # offline, unknown, gated: the hub client has many
-        yield f"model: {model} is neither a folder here nor a model on the Hub that can be reached ({_first_line(error)})"
+        yield f"{field}: {model} is neither a folder here nor a model on the Hub that can be reached ({_first_line(error)})"
 
 
 def check_dataset(
@@ -90,10 +106,12 @@ def check_dataset(
     rewards: Mapping[str, Callable[..., Any]],
     completions: bool = False,
     prompts: bool = True,
+    teachers: Sequence[str] = (),
 ) -> Iterator[str]:
-    """It can be read, and has the columns that the run and its reward functions need."""
-    from trainers.data import load_data
+    """It can be read, has the columns that the run and its reward functions need, and names one of `teachers` in every row."""
+    from trainers.data import Rows, load_data
     from trainers.rewards.columns import missing_columns
+    from trainers.routing import TEACHER_COLUMN, check_teachers
 
     try:
         rows = load_data(dataset.model_validate(resolve(dataset.model_dump())))
@@ -105,6 +123,11 @@ def check_dataset(
             rows.require(column)
         except LoopwrightError as error:
             yield f"{name}: {_first_line(error)}"
+    try:
+        # The rows of a stream are looked at as they come.
+        check_teachers(rows.source, rows.columns, rows.column(TEACHER_COLUMN) if isinstance(rows, Rows) else (), teachers)
+    except LoopwrightError as error:
+        yield f"{name}: {_first_line(error)}"
     columns = [column for column in rows.columns if column != dataset.prompt_column]
     for reward, function in rewards.items():
         for column in missing_columns(function, columns):
@@ -132,7 +155,7 @@ def check_storage(config: RunConfig) -> Iterator[str]:
             yield f"storage.uri: {_first_line(error)}"
 
 
-def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
+def check_server(name: str, config: GeneratingRunConfig) -> Iterator[str]:
     """A server given by URL is up and can do what the run needs; the interpreter for one that is started is there."""
     server = config.servers.student
     if not server.urls:
@@ -156,12 +179,13 @@ def check_server(name: str, config: GRPORunConfig) -> Iterator[str]:
             yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
 
 
-def check_conversations(config: GRPORunConfig) -> Iterator[str]:
+def check_conversations(config: GeneratingRunConfig) -> Iterator[str]:
     """Tools, environment and loop class are there. The rollout process looks closer, once it has a tokenizer."""
     from trainers import AsyncRolloutLoop
     from trainers.rewards import load_callable, load_object
 
-    for index, spec in enumerate(config.tools):
+    grpo = config if isinstance(config, GRPORunConfig) else None
+    for index, spec in enumerate(grpo.tools if grpo else ()):
         try:
             tool = load_callable(spec)
         except Exception as error:  # importing runs the user's module: anything may come out of it
@@ -169,7 +193,7 @@ def check_conversations(config: GRPORunConfig) -> Iterator[str]:
             continue
         if not inspect.getdoc(getattr(tool, "func", tool)):  # of a partial, the function's
             yield f"tools.{index}: `{spec.path}` has no docstring: the model is told of a tool what that and its types say"
-    for name, spec in (("environment_factory", config.environment_factory), ("loop_cls", config.loop_cls)):
+    for name, spec in (("environment_factory", grpo and grpo.environment_factory), ("loop_cls", config.loop_cls)):
         try:
             found = None if spec is None else load_object(spec.path)
         except Exception as error:

@@ -16,7 +16,9 @@ from trainers.errors import ConfigError
 # What is deployed. By module, not by file: the worker runs the installed code, whatever folder it was started in.
 ENTRYPOINTS = {
     "grpo": "flows.grpo.train_grpo",
+    "distillation": "flows.distill.distill_mopd",
     "sft": "flows.sft.train_sft",
+    "specialise-and-merge": "flows.recipe.specialise_and_merge",
     "sweep": "flows.sweep.sweep",
     "evaluate": "flows.evaluate_flow.evaluate",
     "serve": "flows.serving_flow.serve_model",

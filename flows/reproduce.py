@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.config import RunConfig, absolute_paths
+from flows.config import RUN_CONFIGS, RunConfig, absolute_paths
 from flows.config_file import leaves, merge_layers, override_layers
 from flows.launch import launch
 from flows.preflight import preflight
@@ -132,8 +132,8 @@ def _source(registry: Registry, run: str) -> tuple[RunRow | None, dict[str, Any]
 
 def _config(run: str, tree: dict[str, Any], overrides: Sequence[str], name: str) -> RunConfig:
     kind = tree.get("type")
-    if kind not in ("grpo", "sft"):
-        raise ReproduceRefused(f"{run} is of kind {kind!r}: only training runs (grpo, sft) can be reproduced")
+    if kind not in RUN_CONFIGS:
+        raise ReproduceRefused(f"{run} is of kind {kind!r}: only training runs ({', '.join(RUN_CONFIGS)}) can be reproduced")
     fields = {key: value for key, value in tree.items() if key not in _FILLED}
     tags = {**fields.get("tags", {}), TAG: str(tree.get("name") or run)}
     layers = [(f"run {run}", {**fields, "tags": tags}), *override_layers(overrides), ("--name", {"name": name})]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.config import GRPORunConfig, RunConfig
+from flows.config import DistillationRunConfig, GeneratingRunConfig, RunConfig
 from flows.training import STOP_GRACE_S
 from infra.gpus import visible_gpus
 from infra.leases import Lease, LeaseManager
@@ -142,9 +142,9 @@ class RunProcesses:
 
 def gpus_needed(config: RunConfig, there: bool) -> int:
     """GPUs a run leases for its trainer and the servers it starts, on a machine where there are any or not."""
-    wanted = config.trainer.gpus
-    count = (config.trainer.ranks if there else 0) if wanted is None else wanted
-    if isinstance(config, GRPORunConfig) and not config.servers.student.urls:
-        student = config.servers.student
-        count += student.count * ((student.gpus_needed if there else 0) if student.gpus is None else student.gpus)
+    count = config.trainer.gpus_leased(there)
+    if isinstance(config, GeneratingRunConfig) and not config.servers.student.urls:
+        count += config.servers.student.count * config.servers.student.gpus_leased(there)
+    if isinstance(config, DistillationRunConfig):
+        count += sum(one.gpus_leased(there) for one in config.servers.teachers.values() if one.url is None)
     return count

@@ -90,7 +90,7 @@ def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int
 
 
 def _running(name: str) -> RunRow:
-    from flows.config import GRPORunConfig
+    from flows.config import GeneratingRunConfig
     from flows.runs import config_of
     from flows.server_requests import ServersRefused
     from infra.reaper import owner_alive
@@ -99,7 +99,7 @@ def _running(name: str) -> RunRow:
     run = Registry().get_run(name)
     if run.status != "RUNNING" or run.owner is None or not owner_alive(run.owner):
         raise ServersRefused(f"run {run.name} is not running ({run.status}): it has no servers")
-    if not isinstance(config_of(run), GRPORunConfig):
+    if not isinstance(config_of(run), GeneratingRunConfig):
         raise ServersRefused(f"run {run.name} generates nothing, so it has no servers")
     return run
 

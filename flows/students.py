@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.busy import Busy
-from flows.config import GRPORunConfig
+from flows.config import GeneratingRunConfig
 from flows.fleet import UNHEALTHY_S, Fleet, Place
 from flows.named_servers import addresses_of
 from flows.server_health import Pulse
@@ -42,7 +42,7 @@ class Students:
 
     def __init__(
         self,
-        config: GRPORunConfig,
+        config: GeneratingRunConfig,
         run: RunRow,
         registry: Registry,
         leases: LeaseManager,
@@ -149,8 +149,8 @@ class Students:
         given = [{"name": one.name, "url": one.url, "model": "", "version": "", "log": ""} for one in self._given.values()]
         return [*given, *self._fleet.rows]
 
-    def busy_gpu_s(self) -> float:
-        return self._busy.seconds
+    def busy_gpu_s(self) -> dict[str, float]:
+        return {"student": self._busy.seconds}
 
     def _listed(self) -> list[Listed]:
         return [*(server for url, server in self._given.items() if url not in self._away), *self._fleet.listed]

@@ -165,7 +165,7 @@ class SweepConfig(StrictModel):
         description="Name of the sweep, unique; the same name again resumes; `{date}` in it is the day the flow run was due. "
         "Default: made up.",
     )
-    kind: Literal["grpo", "sft"] = Field(description="Which run configs the trials have.")
+    kind: Literal["grpo", "distillation", "sft"] = Field(description="Which run configs the trials have.")
     base_file: str | None = Field(default=None, description="Run config (YAML, JSON) the trials begin from. Default none.")
     base: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the trials' run config, over those of `base_file`. Default none."

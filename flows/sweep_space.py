@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.config import GRPORunConfig, RunConfig, absolute_paths
+from flows.config import GeneratingRunConfig, RunConfig, absolute_paths
 from flows.config_file import ConfigErrors, file_layers, merge_into, merge_layers, nest
 from flows.sweep_config import ACCURACY, WATCHED_ACCURACY, SweepConfig
 from infra.tracking_tags import PARENT_TAG
@@ -138,7 +138,7 @@ class Plan:
             raise ConfigErrors(
                 ["base: pruning by accuracy compares evaluations during training: set base.eval.every to the steps between two"]
             )
-        given = isinstance(config, GRPORunConfig) and config.servers.student.urls
+        given = isinstance(config, GeneratingRunConfig) and config.servers.student.urls
         if given and self.config.parallel > 1 and ("servers", "student", "url") not in map(field_path, self.config.space):
             text = "trials at the same time would send their weights to the same server: write parallel=1, or leave the url out"
             raise ConfigErrors([f"base: servers.student.url: {text}, so that each trial starts its own"])

@@ -79,8 +79,8 @@ class Servers(Protocol):
         """What to show of each server."""
         ...
 
-    def busy_gpu_s(self) -> float:
-        """GPU seconds so far in which servers that the run started had requests."""
+    def busy_gpu_s(self) -> dict[str, float]:
+        """By role, GPU seconds so far in which servers that the run started had requests."""
         ...
 
     def stop(self) -> None:
@@ -112,8 +112,8 @@ class NoServers:
     def rows(self) -> list[dict[str, Any]]:
         return []
 
-    def busy_gpu_s(self) -> float:
-        return 0.0
+    def busy_gpu_s(self) -> dict[str, float]:
+        return {}
 
     def stop(self) -> None:
         return

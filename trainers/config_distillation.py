@@ -25,6 +25,12 @@ _OF_LOSS = {
 }
 
 
+def key_variable(teacher: str) -> str:
+    """Environment variable with the key of one teacher. Not set: its key is that of all teachers, or of all servers. Set and
+    empty: it has none."""
+    return f"VLLM_TEACHER_API_KEY_{teacher}"
+
+
 class DistillationConfig(PolicyLossConfig):
     """Asynchronous on-policy distillation: the student generates, served teachers score (arXiv:2306.13649)."""
 

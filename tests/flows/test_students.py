@@ -335,7 +335,7 @@ def test_a_server_that_is_still_starting_is_given_a_second_and_one_that_is_ready
         def capabilities(self) -> SimpleNamespace:
             return SimpleNamespace(model="m", version="1", max_model_len=64, device="cpu")
 
-    monkeypatch.setattr("flows.student.start_server", lambda *args, **options: Server())
+    monkeypatch.setattr("flows.started_server.start_server", lambda *args, **options: Server())
     with LeaseManager(registry) as leases:
         student = Student(config(), run, registry, leases, "student-0", "key")
         student.start(print)
