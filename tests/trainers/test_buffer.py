@@ -38,6 +38,8 @@ def samples(draw: st.DrawFn) -> Sample:
     if draw(st.booleans()):
         sample.candidate_counts = np.array(draw(st.lists(st.integers(0, 2), min_size=trained, max_size=trained)), np.int32)
         sample.candidate_ids = np.arange(sample.candidate_counts.sum(), dtype=np.int32)
+    if draw(st.booleans()):
+        sample.teacher, sample.teacher_logprobs = draw(st.sampled_from(["math", "code"])), -np.ones(trained, np.float32)
     return sample
 
 
@@ -55,6 +57,16 @@ def test_every_field_comes_back(tmp_path_factory: pytest.TempPathFactory, given_
                 np.testing.assert_array_equal(getattr(same, field.name), expected, strict=True)
             else:
                 assert getattr(same, field.name) == expected, field.name
+
+
+def test_a_buffer_from_before_there_were_teachers_is_read(tmp_path: Path) -> None:
+    mask = np.array([False, True])
+    plain = Sample("0:1", np.array([3, 4], np.int32), mask, np.zeros(2, np.float32), 1.0, 2, np.array([-1, 2], np.int32))
+    arrays = buffer_arrays([plain])
+    assert not [name for name in arrays if name.startswith("teacher")], "what an earlier version writes"
+    write_buffer(tmp_path / "rollout_buffer.npz", arrays)
+    (sample,) = read_buffer(tmp_path / "rollout_buffer.npz")
+    assert sample.teacher is None and sample.teacher_logprobs is None and sample.token_ids.tolist() == [3, 4]
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

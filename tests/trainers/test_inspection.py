@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_engine import FakeSource, fake_config, fake_engine, fake_rows, settle
+from tests.support.policies import distillation_config
 from tests.support.rollout_runs import by_rank, only_step, running
 from tests.support.stub_server import StubServer
 from tests.support.tool_chat import call, responses, tool_tokenizer
@@ -297,6 +298,15 @@ def test_a_group_spread_over_steps_is_shown_with_each_until_its_last_sample_is_s
     assert len(inspection.drain(2, ["0:1", "0:9"])) == 4
     inspection.settled("0:1")
     assert inspection.drain(3, ["0:1"]) == []
+
+
+def test_a_table_for_every_so_many_samples() -> None:
+    """Of steps of 3, 2, 2 and 3 samples the second and the fourth reach five since the last."""
+    inspection = Inspection(distillation_config(keep_rollout_every=0, log_completions=True, log_completions_steps=5))
+    for row in range(3):
+        inspection.take(group(row, 1), "kept", 9)
+    steps = [["0:0", "0:0", "0:1"], ["0:1", "0:2"], ["0:0", "0:2"], ["0:1"] * 3]
+    assert [[row["row"] for row in inspection.drain(i, groups)] for i, groups in enumerate(steps, 1)] == [[], [1, 2], [], [1]]
 
 
 def test_of_many_kept_between_two_steps_the_newest_are_sent() -> None:

@@ -27,6 +27,8 @@ def samples(draw: st.DrawFn) -> Sample:
         counts = draw(st.lists(st.integers(0, 4), min_size=trained, max_size=trained))
         sampler["candidate_counts"] = np.array(counts, np.int32)
         sampler["candidate_ids"] = np.arange(sum(counts), dtype=np.int32)
+    if draw(st.booleans()):
+        sampler |= {"teacher": draw(st.sampled_from("ab")), "teacher_logprobs": -np.ones(trained, np.float32)}
     return Sample(
         group=f"0:{draw(st.integers(0, 3))}",
         token_ids=np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)), np.int32),
@@ -64,12 +66,15 @@ def test_a_row_is_its_samples_end_to_end(row_samples: list[Sample]) -> None:
             ids.append(sample.token_ids[place])
             positions.append(place)
         starts.append(starts[-1] + len(sample.token_ids))
-    row = pack_row(row_samples)
+    row = pack_row(row_samples, teachers=("b", "a"))
     assert row.input_ids.tolist() == ids and row.position_ids.tolist() == positions and row.cu_seqlens.tolist() == starts
     got = zip(row.token_index, row.targets, row.sampler_logprobs, row.advantages, row.sequence_index, strict=True)
     assert list(got) == terms
     reals = ("sampler_logprobs", "advantages", "top_logprobs", "teacher_logprobs")
     assert all(getattr(row, name).dtype == (np.float32 if name in reals else np.int32) for name in PackedRow.FIELDS)
+    said = [(-1.0, "ba".index(s.teacher)) if s.teacher else (0.0, -1) for s in row_samples for _ in range(s.trained_tokens)]
+    taught = any(sample.teacher is not None for sample in row_samples)
+    assert list(zip(row.teacher_logprobs, row.teacher_index, strict=True)) == (said if taught else [])
     width = row.top_ids.shape[1]
     assert width == max((sample.top_ids.shape[1] for sample in row_samples if sample.top_ids is not None), default=0)
     counts = row.candidate_counts if len(row.candidate_counts) else np.zeros(len(terms), np.int32)
@@ -84,7 +89,7 @@ def test_a_step_and_its_rows_survive_the_wire(step_samples: list[Sample], microb
     rows: list[list[list[int]]] = [[[] for _ in range(world_size)] for _ in range(microbatches)]
     for i in range(len(step_samples)):
         rows[i % microbatches][i % world_size].append(i)
-    step = pack_step(3, StepPlan(rows), step_samples, {"batch/samples_per_step": (len(step_samples), 1.0)})
+    step = pack_step(3, StepPlan(rows), step_samples, {"batch/samples_per_step": (len(step_samples), 1.0)}, "ab")
     assert step.totals.tokens == sum(len(row.targets) for batch in step.rows for row in batch)
     assert step.totals.groups == len({sample.group for sample in step_samples})
     assert step.totals.squared_tokens == sum(len(sample.token_ids) ** 2 for sample in step_samples)

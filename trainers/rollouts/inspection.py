@@ -38,6 +38,8 @@ class Inspection:
         self._every = config.keep_rollout_every if generates else 0
         self._prints = generates and config.log_completions
         self._limit = config.num_completions_to_print if generates else None
+        self._print_every = getattr(config, "log_completions_steps", 1)  # samples
+        self._unprinted = 0  # samples of steps since the last that was printed
         self._seed = config.seed
         self._kept: deque[dict[str, Any]] = deque(maxlen=KEPT_BETWEEN_STEPS)  # the newest if there were many
         self._groups: dict[str, tuple[list[dict[str, Any]], int]] = {}  # rows to print, and samples not yet settled
@@ -68,11 +70,19 @@ class Inspection:
         if kept and step > self._committed:
             self._sent.setdefault(step, []).extend(kept)
         new, self._drained = step > self._drained, step
-        rows = [row for group in dict.fromkeys(groups) for row in self._groups.get(group, ([], 0))[0]] if new else []
+        rows = self._rows_to_print(list(groups)) if new else []
         if self._limit is not None and len(rows) > self._limit:
             chosen = np.random.default_rng([self._seed, step]).choice(len(rows), self._limit, replace=False)
             rows = [rows[index] for index in sorted(chosen)]
         return [*kept, *rows]
+
+    def _rows_to_print(self, groups: list[str]) -> list[dict[str, Any]]:
+        """Those of a step with one sample of each of `groups`, if enough samples have gone by without any printed."""
+        self._unprinted += len(groups)
+        if self._unprinted < self._print_every:
+            return []
+        self._unprinted = 0
+        return [row for group in dict.fromkeys(groups) for row in self._groups.get(group, ([], 0))[0]]
 
     def committed(self, step: int) -> None:
         """Step `step` was trained, and what went with it written down."""
