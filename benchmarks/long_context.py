@@ -4,7 +4,7 @@
 
 A run is a length and its levers, joined by commas: `262144:offload,save_attention,tile`. Supervised loss on every token, whole
 model, float32 master weights, bfloat16 compute on a GPU, AdamW. Each run has a process of its own, so that its peak is its own;
-the first step warms up and is left out unless `--steps 0` asks for that one. Rows come from memory; the optimizer's step is in the
+the first step warms up and is left out unless `--steps 0` asks for that one. Rows come from memory; the optimizer is in the
 seconds. `rest_bytes` is the peak beyond weights, gradients and optimizer states: what the sequence itself takes.
 """
 
