@@ -117,9 +117,10 @@ class Plan:
         Raises:
             ConfigErrors: with all that is wrong, stage by stage.
         """
+        start = LATER if self.config.sft is not None else self.config.model
         makers: list[Callable[[], RunConfig]] = [self.sft] if self.config.sft is not None else []
-        makers += [lambda name=name: self.specialist(name, LATER) for name in self.trained]
-        makers += [lambda: self.merge(LATER, self._no_teachers(), LATER)]
+        makers += [lambda name=name: self.specialist(name, start) for name in self.trained]
+        makers += [lambda: self.merge(start, self._no_teachers(), LATER)]
         found, lines = [], []
         for make in makers:
             try:

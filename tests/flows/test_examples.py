@@ -9,6 +9,7 @@ import pytest
 
 from flows.config_file import load_config
 from flows.convert import PACKAGED
+from flows.recipe_plan import Plan, load_recipe
 from trainers.data import check_columns, load_data
 from trainers.rewards import load_callable, load_object
 from trainers.rollouts.tools import make_tool
@@ -88,3 +89,74 @@ def test_the_data_of_an_example_is_written_as_its_flow_reads_it(name, tmp_path):
     rows = load_data(config.dataset)
     assert len(rows) == 2000
     check_columns(rows, config)
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory):
+    """The data and the base model of the recipe on two cores, in a folder `arithmetic` as its file has it."""
+    folder = tmp_path_factory.mktemp("recipe")
+    subprocess.run([sys.executable, EXAMPLES / "specialise_and_merge_arithmetic.py", folder / "arithmetic"], check=True)
+    return folder
+
+
+def test_the_arithmetic_recipe_is_whole(arithmetic, monkeypatch):
+    monkeypatch.chdir(arithmetic)
+    plan = Plan(load_recipe(EXAMPLES / "specialise_and_merge_arithmetic.yaml", []))
+    sft, *specialists, merged = plan.stages()
+    assert [stage.name for stage in (sft, *specialists, merged)] == [
+        f"arithmetic-{stage}" for stage in ("sft", "addition", "ordering", "merged")
+    ]
+    assert sft.model == str(arithmetic / "arithmetic" / "model") and len(load_data(sft.dataset)) == 6000
+    longest = max(len(row["completion"]) + 1 for row in load_data(sft.dataset))
+    for stage in (*specialists, merged):
+        assert stage.max_completion_length >= (6 if stage.name == "arithmetic-addition" else longest)
+    for name, specialist in zip(("addition", "ordering"), specialists, strict=True):
+        held_out = load_data(plan.config.domains[name].eval.dataset)
+        rows, demonstrated = load_data(specialist.dataset), load_data(sft.dataset)
+        prompts = [{row["prompt"] for row in data} for data in (held_out, rows, demonstrated)]
+        assert (len(held_out), len(rows)) == (256, 4000) and not prompts[0] & (prompts[1] | prompts[2])
+        assert {len(row["prompt"]) for row in held_out} <= set(range(3, 9))  # with the two marks and an answer below 64 tokens
+
+
+def test_the_arithmetic_recipes_demonstrations_are_careful_in_the_stated_share():
+    make = load_object(f"{EXAMPLES}/specialise_and_merge_arithmetic.py:make_rows")
+    ordering = load_object(f"{EXAMPLES}/specialise_and_merge_arithmetic.py:Ordering")
+    assert make(3) == make(3) and make(3)["sft"] != make(4)["sft"]
+    assert (ordering((62, 31, 9)).answer, ordering((62, 31, 9)).careless) == ("9,31,62", "62,9,31")
+    told = [row for row in make(0)["sft"] if "," in row["prompt"]]
+    problems = [ordering(tuple(map(int, row["prompt"].split(",")))) for row in told]
+    open_ones = [(p, row) for p, row in zip(problems, told, strict=True) if p.answer != p.careless]
+    careful = sum(row["completion"] == problem.answer for problem, row in open_ones) / len(open_ones)
+    assert all(row["completion"] in (problem.answer, problem.careless) for problem, row in open_ones)
+    assert len(open_ones) > 1800 and abs(careful - 0.4) < 0.035  # three standard deviations
+
+
+def test_the_open_mopd_recipe_is_whole():
+    plan = Plan(load_recipe(EXAMPLES / "open_mopd_smollm3.yaml", []))
+    (merged,) = plan.stages()
+    assert plan.trained == [] and merged.model == "BytedTsinghua-SIA/Open-MOPD-SmolLM3-3B-MixSFT"
+    teachers = merged.servers.teachers
+    assert list(teachers) == list(plan.config.domains) == ["math", "code", "instructions"]
+    assert [teacher.model.rpartition("-")[2] for teacher in teachers.values()] == ["Math", "Code", "IF"]
+    # Eight GPUs: students, teachers, trainer. A prompt of 4,096 tokens and a whole completion fit server and row.
+    student = merged.servers.student
+    assert student.count * student.gpus + sum(teacher.gpus for teacher in teachers.values()) + merged.trainer.gpus == 8
+    assert merged.token_budget == student.max_model_len == merged.max_completion_length + 4096
+    for name in ("math", "code"):
+        scored = plan.evaluation(name, merged.model)
+        assert callable(load_callable(scored.reward_func)) and scored.max_completion_length == 16384
+
+
+def test_the_open_mopd_prompts_are_written_one_file_per_domain(tmp_path):
+    split = load_object(f"{EXAMPLES}/open_mopd_smollm3.py:split")
+    asked = [{"role": "user", "content": "?"}]
+    rows = [{"prompt": asked, "domain": name} for name in ("math", "if", "code", "if")]
+    assert split(rows, tmp_path) == {"math": 1, "code": 1, "instructions": 2}
+    config = load_recipe(EXAMPLES / "open_mopd_smollm3.yaml", [])
+    for name, domain in config.domains.items():
+        data = load_data(domain.dataset.model_copy(update={"path": str(tmp_path / f"{name}.jsonl")}))
+        assert domain.dataset.path == f"open_mopd/{name}.jsonl" and data[0]["prompt"] == asked
+    with pytest.raises(SystemExit, match="no row is of code"):
+        split(rows[:2], tmp_path)
+    with pytest.raises(SystemExit, match="'chemistry'"):
+        split([{"prompt": asked, "domain": "chemistry"}], tmp_path)
