@@ -260,4 +260,5 @@ def token_logprobs(
     none = top_ids < 0
     ids = torch.cat([targets[:, None], torch.where(none, targets[:, None], top_ids)], 1)
     at_ids, entropy, hit = _TokenLogprobs.apply(hidden, weight, bias, ids, form)
-    return HeadOutputs(at_ids[:, 0], entropy, hit, at_ids[:, 1:].masked_fill(none, float("-inf")))
+    # Copied: a sharded module that hands out a view is warned of, for what writes into it would lose the backward's hook.
+    return HeadOutputs(at_ids[:, 0].clone(), entropy, hit, at_ids[:, 1:].masked_fill(none, float("-inf")))
