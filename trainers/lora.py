@@ -91,11 +91,10 @@ def attach(model: PreTrainedModel, config: PeftConfig, base: str, seed: int, tex
         text: the part of the model that is trained, where that is not all of it: nothing outside gets an adapter.
 
     Raises:
-        ConfigError: the model is quantised, or the adapter does not fit it.
+        ConfigError: the adapter does not fit it.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    _refuse_quantised(model)
     fields = config.model_dump(exclude={"peft_type"})
     if config.lora_alpha.is_integer():
         fields["lora_alpha"] = int(config.lora_alpha)  # some readers of adapters expect it so
@@ -122,11 +121,17 @@ def attach(model: PreTrainedModel, config: PeftConfig, base: str, seed: int, tex
         parameter.data = parameter.data.float()
 
 
-def _refuse_quantised(model: PreTrainedModel) -> None:
+def refuse_quantised(model: PreTrainedModel) -> None:
+    """Of a model with or without an adapter.
+
+    Raises:
+        ConfigError: it holds quantised weights.
+    """
     if getattr(model, "is_quantized", False) or not all(p.is_floating_point() for p in model.parameters()):
         raise ConfigError(
             f"{model.config._name_or_path or type(model).__name__} is loaded quantised (QLoRA): its log-probabilities are not "
-            "those of the weights that are served. Load it with dtype=bfloat16 and without a quantization_config"
+            "those of the weights that are served. Load it with dtype=bfloat16 and without a quantization_config; where "
+            "that is in the model's own config.json, name the model that it was made of"
         )
 
 

@@ -112,6 +112,7 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
     Raises:
         ConfigError: the model does something that packed rows or our head would compute otherwise.
     """
+    lora.refuse_quantised(model)
     attention.check_supported(model, longest)
     freeze_other_parts(model)
     if config.peft is not None and not lora.is_attached(model):

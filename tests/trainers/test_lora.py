@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.support.fake_source import FakeSource
@@ -99,7 +100,20 @@ def test_a_quantised_base_is_refused_by_config_and_by_model():
     model = build_model()
     model.is_quantized = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"loaded quantised \(QLoRA\).*dtype=bfloat16"):
+        build_policy(model, grpo_config(peft={"r": 4}), ONE_RANK)
+
+
+@pytest.mark.parametrize("how", ["adapter of a script's own", "no adapter"])
+def test_a_quantised_model_is_refused_however_it_came(how):
+    """A script that trains QLoRA gives a `PeftModel`; a packaged 8-bit model says in its own config.json what it is."""
+    model = build_model()
+    if how != "no adapter":
         lora.attach(model, peft(), "base", 0)
+    layer: Any = model.model.layers[0].mlp
+    layer.down_proj = nn.Linear(1, 1)
+    layer.down_proj.weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.uint8), requires_grad=False)  # as 4-bit weights lie
+    with pytest.raises(ConfigError, match=r"loaded quantised \(QLoRA\).*name the model that it was made of"):
+        build_policy(model, grpo_config(), ONE_RANK)
 
 
 @pytest.mark.parametrize(
