@@ -74,5 +74,4 @@ class RecipeTracking:
 def by_stage(config: RecipeConfig, accuracies: Accuracies) -> list[dict[str, Any]]:
     """Accuracy by domain of base, SFT, each domain's own specialist, merged student; of stages that were measured so far."""
     own = {name: accuracies[name][name] for name in config.domains if name in accuracies.get(name, {})}
-    measured = [accuracies.get(BASE, {}), accuracies.get(SFT, {}), own if len(own) == len(config.domains) else {}]
-    return [dict(values) for values in (*measured, accuracies.get(MERGED, {}))]
+    return [dict(values) for values in (accuracies.get(BASE, {}), accuracies.get(SFT, {}), own, accuracies.get(MERGED, {}))]

@@ -109,4 +109,4 @@ def test_the_curves_in_mlflow_follow_each_domain_through_its_own_specialist():
         {"add": 0.9, "order": 0.8},
         {"add": 0.88, "order": 0.8},
     ]
-    assert by_stage(config, {"sft": {"add": 0.5}, "add": {"add": 0.9}}) == [{}, {"add": 0.5}, {}, {}]
+    assert by_stage(config, {"sft": {"add": 0.5}, "add": {"add": 0.9}}) == [{}, {"add": 0.5}, {"add": 0.9}, {}]

@@ -53,7 +53,6 @@ def recipe(tmp_path: Path) -> Path:
             name: {
                 "dataset": {"path": str(tmp_path / f"{name}.jsonl")},
                 "reward_funcs": [f"{tmp_path}/rewards.py:reward"],
-                "eval": {"dataset": {"path": str(tmp_path / f"{name}.jsonl"), "max_rows": 2}},
                 "overrides": {"max_steps": STEPS[name]},
             }
             for name in ("a", "b")
@@ -61,6 +60,8 @@ def recipe(tmp_path: Path) -> Path:
         "merge": {"beta": 1.0, "max_staleness": 1000, "max_steps": STEPS["merged"], **length},
         "retry": {"backoff_s": 0.5},
     }
+    # Every evaluation is a process more; one domain's are enough.
+    fields["domains"]["a"]["eval"] = {"dataset": {"path": str(tmp_path / "a.jsonl"), "max_rows": 2}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(fields))
     return path
@@ -139,7 +140,7 @@ def check_lineage(registry: Registry, runs: dict[str, Any]) -> None:
 
 
 def check_mlflow(home: Path, done: Any, runs: dict[str, Any]) -> None:
-    """One parent run with its stages as children, each step once, and every model's accuracy on every domain."""
+    """One parent run with its stages as children, each step once; a domain's accuracy follows it through the stages."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
@@ -149,6 +150,5 @@ def check_mlflow(home: Path, done: Any, runs: dict[str, Any]) -> None:
         assert (child.info.status, child.data.tags["mlflow.parentRunId"]) == ("FINISHED", done.mlflow_run_id), stage
         steps = [point.step for point in client.get_metric_history(run.mlflow_run_id, "loss")]
         assert steps == list(range(1, STEPS[stage] + 1)), stage
-    for domain in ("a", "b"):
-        history = client.get_metric_history(done.mlflow_run_id, f"recipe/accuracy/{domain}")
-        assert [point.step for point in history] == [0, 1, 2, 3]
+    history = client.get_metric_history(done.mlflow_run_id, "recipe/accuracy/a")
+    assert [point.step for point in history] == [0, 1, 2, 3]
