@@ -109,9 +109,9 @@ def check_dataset(
     teachers: Sequence[str] = (),
 ) -> Iterator[str]:
     """It can be read, has the columns that the run and its reward functions need, and names one of `teachers` in every row."""
-    from trainers.data import Rows, load_data
+    from trainers.data import load_data, teacher_names
     from trainers.rewards.columns import missing_columns
-    from trainers.routing import TEACHER_COLUMN, check_teachers
+    from trainers.routing import check_teachers as check_column
 
     try:
         rows = load_data(dataset.model_validate(resolve(dataset.model_dump())))
@@ -124,8 +124,8 @@ def check_dataset(
         except LoopwrightError as error:
             yield f"{name}: {_first_line(error)}"
     try:
-        # The rows of a stream are looked at as they come.
-        check_teachers(rows.source, rows.columns, rows.column(TEACHER_COLUMN) if isinstance(rows, Rows) else (), teachers)
+        if teachers:
+            check_column(rows.source, rows.columns, teacher_names(rows), teachers)
     except LoopwrightError as error:
         yield f"{name}: {_first_line(error)}"
     columns = [column for column in rows.columns if column != dataset.prompt_column]

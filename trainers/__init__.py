@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _EXPORTS = {
     "AsyncGRPOTrainer": "trainers.grpo_trainer",
     "AsyncGRPOConfig": "trainers.grpo_trainer",
+    "AsyncDistillationTrainer": "trainers.distillation_trainer",
+    "AsyncDistillationConfig": "trainers.distillation_trainer",
     "AsyncRolloutLoop": "trainers.rollouts.loop",
     "Rollout": "trainers.types",
     "RolloutGroup": "trainers.types",

@@ -1,6 +1,7 @@
 """`TrainingArguments` dataclasses made from the pydantic configs, for scripts that train with a Python class.
 
     GRPOConfig (pydantic) ── arguments_from ──▶ AsyncGRPOConfig (dataclass, TrainingArguments) ── to_config ──▶ GRPOConfig
+    DistillationConfig ───── arguments_from ──▶ AsyncDistillationConfig ── to_config ──▶ DistillationConfig
 
 The pydantic model stays the one place where a field, its default and its check are written. The dataclass adds what scripts
 expect: it is a `TrainingArguments`, may be subclassed with `@dataclass`, and works with `HfArgumentParser`.
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from trainers.config import GRPOConfig, TrainerConfig
+from trainers.config import DistillationConfig, GRPOConfig, TrainerConfig
 from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError
 from trainers.rollouts.payload import in_rollout_process
@@ -64,8 +65,9 @@ class ArgumentsBase(TrainingArguments):
             self.peft = self.peft.model_dump(exclude_unset=True)
         for name, value in self._from_eval().items():
             setattr(self, name, value)
-        placeholders = [CallableSpec(path="rewards:any")] * len(getattr(self, "reward_weights", None) or [])
-        given: dict[str, Any] = {"model": "-", "dataset": {"path": "-"}, "reward_funcs": placeholders}
+        given: dict[str, Any] = {"model": "-", "dataset": {"path": "-"}}
+        if weights := getattr(self, "reward_weights", None):
+            given["reward_funcs"] = [CallableSpec(path="rewards:any")] * len(weights)  # the trainer's `reward_funcs` follow
         if self.peft is None and getattr(self, "weight_sync", "") == "lora":
             given["peft"] = {}  # the trainer's `peft_config` may follow
         self.to_config(**given)
@@ -162,3 +164,4 @@ def arguments_from(config: type[TrainerConfig], name: str, module: str) -> Any:
 
 
 AsyncGRPOConfig: Any = arguments_from(GRPOConfig, "AsyncGRPOConfig", __name__)
+AsyncDistillationConfig: Any = arguments_from(DistillationConfig, "AsyncDistillationConfig", __name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -98,6 +98,11 @@ class DistillationConfig(PolicyLossConfig):
         if self.loss == "policy_gradient" or self.exact_reverse_kl or self.beta == 1:
             return 0
         return self.teacher_top_k if self.beta == 0 else 1
+
+    @field_validator("teacher_server_urls", mode="before")
+    @classmethod
+    def _none_is_the_default(cls, given: Any) -> Any:
+        return cls.model_fields["teacher_server_urls"].get_default(call_default_factory=True) if given is None else given
 
     @field_validator("teacher_server_urls")
     @classmethod

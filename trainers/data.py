@@ -161,8 +161,12 @@ def check_columns(rows: Rows | Stream, config: TrainerConfig) -> None:
     if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
         rows.require(config.dataset.completion_column)
     if isinstance(config, DistillationConfig):
-        named = rows.column(TEACHER_COLUMN) if isinstance(rows, Rows) else ()
-        check_teachers(rows.source, rows.columns, named, config.teachers)
+        check_teachers(rows.source, rows.columns, teacher_names(rows), config.teachers)
+
+
+def teacher_names(rows: Rows | Stream) -> Iterable[Any]:
+    """The column `teacher_id`; nothing of a stream, whose rows are looked at as they come."""
+    return rows.column(TEACHER_COLUMN) if isinstance(rows, Rows) else ()
 
 
 def _environment_asks(config: TrainerConfig) -> bool:

@@ -1,7 +1,7 @@
 """What Loopwright makes of every field of `transformers.TrainingArguments` (5.16 to 5.19). Data, without transformers or torch.
 
 Each name is in exactly one of two tables. `SUPPORTED` names work: as a field of the same name in `trainers.config`, or, for
-those in `PYTHON_ONLY`, as an argument of `AsyncGRPOConfig` that the public class acts on. A name in `REFUSED` may be left at
+those in `PYTHON_ONLY`, as an argument of the public classes' configs that they act on. A name in `REFUSED` may be left at
 its default and nothing else; the text says why and what to write instead. `docs/training_arguments.md` is made from these
 tables, and a test compares them with the installed transformers.
 """
@@ -192,8 +192,9 @@ def docs_page() -> str:
         "# TrainingArguments",
         "",
         "Every field of `transformers.TrainingArguments` and what Loopwright makes of it. The supported ones work in",
-        "`AsyncGRPOConfig` and, unless marked *Python*, in a run config. A refused one may be left at its default; any",
-        "other value is an error that gives the reason below. Made by `python -m trainers.training_arguments`.",
+        "`AsyncGRPOConfig`, `AsyncDistillationConfig` and, unless marked *Python*, in a run config. A refused one may be",
+        "left at its default; any other value is an error that gives the reason below. Made by",
+        "`python -m trainers.training_arguments`.",
         "",
         "## Supported",
         "",

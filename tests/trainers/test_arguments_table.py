@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from trainers.config import GRPOConfig, SFTConfig
+from trainers.config import DistillationConfig, GRPOConfig, SFTConfig
 from trainers.training_arguments import FIXED, PYTHON_ONLY, REFUSED, SUPPORTED, docs_page
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ def test_every_installed_field_is_in_exactly_one_table():
 
 
 def test_supported_means_a_config_field_or_the_python_class():
-    for config in (GRPOConfig, SFTConfig):
+    for config in (GRPOConfig, DistillationConfig, SFTConfig):
         assert set(SUPPORTED) - set(PYTHON_ONLY) == set(config.model_fields) & INSTALLED
     assert set(PYTHON_ONLY) <= set(SUPPORTED)
     assert set(FIXED) <= set(REFUSED)

@@ -1,12 +1,8 @@
 """AsyncGRPOTrainer: bad input before anything starts, and scripts run for real against the shared vLLM server."""
 
-import asyncio
-import contextlib
 import json
-import socket
 import subprocess
 import sys
-import threading
 from functools import partial
 
 import httpx
@@ -14,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 import trainers
+from tests.support.forwarding import forwarded_from_port_8000
 from tests.support.scripts import CURRICULUM, QUICKSTART, ROOT, run_script
 from tests.support.tiny_model import build_model, build_tokenizer
 from trainers import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -192,46 +189,6 @@ trainer.save_model("/nowhere")
     environment = {"LOOPWRIGHT_ROLLOUT_PROCESS": "1", "PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-
-
-@contextlib.contextmanager
-def forwarded_from_port_8000(url):
-    """Passes connections on localhost:8000, where a script without settings looks for its server, to `url`."""
-    target = httpx.URL(url)
-
-    async def pump(reader, writer):
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async def connected(reader, writer):
-        there = await asyncio.open_connection(target.host, target.port)
-        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
-
-    async def serve():
-        server = await asyncio.start_server(connected, sock=listener, backlog=512)
-        async with server:
-            started.set()
-            await asyncio.to_thread(stop.wait)
-
-    try:
-        listener = socket.create_server(("127.0.0.1", 8000))
-    except OSError as error:
-        pytest.skip(f"port 8000 is taken on this machine: {error}")
-    started, stop = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    started.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def weight_version(server):

@@ -47,7 +47,7 @@ class GenerateClient:
     Args:
         base_url: of the server, without `/v1`.
         form: what every request asks for beside its own temperature, length and seed.
-        keys: names of environment variables; the first that is set holds the server's key.
+        keys: names of environment variables; the first that is set holds the server's key; empty: it has none.
     """
 
     def __init__(self, base_url: str, form: SamplingForm = PLAIN, keys: Sequence[str] = ("VLLM_API_KEY",)) -> None:
@@ -62,7 +62,7 @@ class GenerateClient:
         Raises:
             ServerError: it does not answer, or refuses the key.
         """
-        key = next(filter(None, map(os.environ.get, self._keys)), None)
+        key = next((os.environ[name] for name in self._keys if name in os.environ), None) or None
         self._http = HttpClient(self.base_url, key, CONNECT_S)
         deadline = time.monotonic() + wait_s
         while True:

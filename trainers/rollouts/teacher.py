@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from trainers.config_distillation import key_variable
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.failures import FailureWindow
 from trainers.rollouts.pool import LONGEST_PAUSE_S
 from trainers.rollouts.protocol import RequestFailed, Retryable
 from trainers.rollouts.teacher_answers import Scored
-from trainers.rollouts.teacher_client import TeacherClient, TeacherNeeds
+from trainers.rollouts.teacher_client import KEYS, TeacherClient, TeacherNeeds
 
 _TOLD_EVERY_S = 1.0  # while it is waited for
 
@@ -56,7 +57,7 @@ class Teacher:
         first_pause_s: float = 0.5,
     ) -> None:
         self.name, self.label = name, f"teacher `{name}` ({url})"
-        self.client = TeacherClient(self.label, url, needs)
+        self.client = TeacherClient(self.label, url, needs, (key_variable(name), *KEYS))
         self.failures = FailureWindow(failure_limit, f"rollouts of {self.label}", "max_teacher_failure_frac")
         self._budget_s, self._first_pause_s = budget_s, first_pause_s
         self._slots = asyncio.Semaphore(at_once)

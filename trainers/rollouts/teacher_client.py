@@ -14,6 +14,7 @@ Nothing is retried here, and no attempt is bounded in time: both are `Teacher`'s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,10 +63,11 @@ class TeacherClient:
         label: what to call it in messages.
         base_url: of the server, without `/v1`.
         needs: what every request asks for.
+        keys: as in `GenerateClient`.
     """
 
-    def __init__(self, label: str, base_url: str, needs: TeacherNeeds) -> None:
-        self.server = GenerateClient(base_url, keys=KEYS)
+    def __init__(self, label: str, base_url: str, needs: TeacherNeeds, keys: Sequence[str] = KEYS) -> None:
+        self.server = GenerateClient(base_url, keys=keys)
         self.form: Form | None = None
         self._label, self._needs = label, needs
 
