@@ -90,7 +90,8 @@ def _found(registry: Registry, name: str) -> SweepRow:
     row = registry.find_sweep(name)
     if row is None:
         known = ", ".join(row.name for row in registry.list_sweeps()[:5])
-        raise ConfigError(f"no sweep is named {name!r}" + (f"; the newest are {known}" if known else ""))
+        hint = f"the newest are {known}" if known else "there is none yet; `loopwright sweep run FILE` starts one"
+        raise ConfigError(f"no sweep is named {name!r}; {hint}")
     return row
 
 

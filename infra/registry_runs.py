@@ -47,7 +47,8 @@ class Runs(RegistryCore):
         """Raises `RunNotFound`. A name wins over an id."""
         run = self.find_run(name_or_id)
         if run is None:
-            raise RunNotFound(f"no run is named {name_or_id!r} (and none has this id) in {shown_url(self.url)}")
+            where = f"in {shown_url(self.url)}; `loopwright runs list` shows those there are"
+            raise RunNotFound(f"no run is named {name_or_id!r} (and none has this id) {where}")
         return run
 
     def find_run(self, name_or_id: str) -> RunRow | None:

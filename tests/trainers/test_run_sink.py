@@ -29,7 +29,7 @@ class Writer:
 
 
 def test_what_the_trainer_counts_goes_to_the_registry_and_what_the_flow_counts_comes_back() -> None:
-    writer = Writer(gpu_s__student=100.0, gpu_s__trainer=50.0, idle_gpu_s__student=30.0, usd=2.0)
+    writer = Writer(gpu_s__student=100.0, gpu_s__trainer=50.0, idle_gpu_s__student=30.0, idle_gpu_s__teacher=5.0, usd=2.0)
     costs = CostLog(writer)
     step = {"loss": 1.0, "cost/tokens/trained": 640.0, "cost/tokens/generated": 700.0, "cost/idle_gpu_s/trainer": 12.0}
     told = costs.known(step)
@@ -37,6 +37,7 @@ def test_what_the_trainer_counts_goes_to_the_registry_and_what_the_flow_counts_c
         "cost/gpu_s/student": 100.0,
         "cost/gpu_s/trainer": 50.0,
         "cost/idle_gpu_s/student": 30.0,
+        "cost/idle_gpu_s/teacher": 5.0,
         "cost/usd": 2.0,
     }
     assert {kind: value for (attempt, kind), value in writer.rows.items() if attempt == 0} == {
