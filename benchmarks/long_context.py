@@ -46,7 +46,8 @@ def measure(shape_name: str, tokens: int, levers: list[str], steps: int, layers:
     ranks = init_distributed(needs_mesh=torch.cuda.is_available())
     shape = SHAPES[shape_name]
     shape = (layers or shape[0], *shape[1:])
-    with tempfile.TemporaryDirectory() as folder:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # the last checkpoint's place: it is thrown away
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
         config = SFTConfig(
             model=shape_name,
             dataset={"path": "memory"},  # type: ignore[arg-type]
@@ -60,9 +61,10 @@ def measure(shape_name: str, tokens: int, levers: list[str], steps: int, layers:
         )
         backend = attention.install(ranks.device, compute_dtype(config, ranks.device) or torch.float32)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(
-            qwen3_config(shape, tokens), attn_implementation=attention.NAME, dtype=torch.float32
-        )
+        with ranks.device:
+            model = transformers.AutoModelForCausalLM.from_config(
+                qwen3_config(shape, tokens), attn_implementation=attention.NAME, dtype=torch.float32
+            )
         policy = build_policy(model, config, ranks, tokens)
         recorder = Recorder()
         source = MemorySource(config.max_steps, shape[-1], tokens, tokens, 1, prompt_share=0.0)
