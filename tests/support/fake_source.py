@@ -78,6 +78,7 @@ class FakeSource:
     rows_address: str | None = None
     passes: float = 0.0
     held: dict[int, Step] = field(default_factory=dict)
+    teachers: tuple[str, ...] = ()
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
         self.ranks = world_size
@@ -107,10 +108,14 @@ class FakeSource:
             self.passes = 1.0
             return None
         self.passes = index / 10
-        samples = make_samples(self.seed, index, self.samples_per_step, self.vocab)
-        step = pack_step(index, spread(len(samples), self.micro, self.ranks), samples, {"epoch": (index, 10.0)})
+        samples = self.samples(index)
+        plan = spread(len(samples), self.micro, self.ranks)
+        step = pack_step(index, plan, samples, {"epoch": (index, 10.0)}, self.teachers)
         self.held[index] = step
         return StepHead(step.index, step.totals, step.metrics)
+
+    def samples(self, index: int) -> list[Sample]:
+        return make_samples(self.seed, index, self.samples_per_step, self.vocab)
 
     def fetch(self, index: int, rank: int) -> list[PackedRow]:
         return [microbatch[rank] for microbatch in self.held[index].rows]
