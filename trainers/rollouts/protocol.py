@@ -115,7 +115,8 @@ def refusal(form: SamplingForm, message: str) -> str | None:
     """What to do about a 400 whose cause is what `form` asks of the server; None if it has another."""
     if "logprobs" in message and form.top_logprobs:
         return (
-            f"it does not return the {form.top_logprobs} most likely tokens that score centering needs: start it with "
-            f"--max-logprobs {form.top_logprobs + 1}, or lower num_sampler_logprobs, or set score_centering=false ({message})"
+            f"it does not return the {form.top_logprobs} most likely tokens that the objective needs: start it with "
+            f"--max-logprobs {form.top_logprobs + 1}, or lower num_sampler_logprobs, or set score_centering=false; with "
+            f"exact_reverse_kl lower teacher_top_k ({message})"
         )
     return None
