@@ -43,6 +43,7 @@ class AdapterFacts:
     at_runtime: bool  # they can be loaded while it serves
     api_processes: int
     data_parallel: int
+    forked_workers: bool = False  # of tensor parallelism
 
     def lacking(self, rank: int, loras: int) -> list[str]:
         """What is missing for `loras` adapters of a rank up to `rank`, each with what to start the server with."""
@@ -57,4 +58,6 @@ class AdapterFacts:
             lines.append(f"it has {self.api_processes} API processes, an adapter is loaded in one: --api-server-count 1")
         if self.data_parallel > 1:
             lines.append(f"it has {self.data_parallel} data-parallel engines: start as many servers of one engine each")
+        if self.forked_workers:
+            lines.append("its tensor-parallel workers are forked: set VLLM_WORKER_MULTIPROC_METHOD=spawn in its environment")
         return lines

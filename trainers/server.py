@@ -110,6 +110,8 @@ class ServerClient:
         try:
             workers, one_call = self._workers()
             config = info["vllm_config"]
+            if "model_config" not in config and workers and "config" in workers[0]:
+                info |= {"vllm_config": (config := workers[0]["config"])}  # the Rust front end does not know it
             model = config["model_config"]
             transfer = config.get("weight_transfer_config") or {}
             return ServerFacts(
@@ -246,6 +248,7 @@ def _adapter_facts(info: dict[str, Any]) -> AdapterFacts | None:
         at_runtime=bool(env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", True)),
         api_processes=int(parallel.get("_api_process_count", 1)),
         data_parallel=int(parallel.get("data_parallel_size", 1)),
+        forked_workers=int(parallel.get("tensor_parallel_size", 1)) > 1 and env.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.answering import answering
 from tests.support.fake_adapters import ABLE, FakeAdapterServer
 from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
@@ -20,6 +22,7 @@ from trainers.adapters import adapter_name, is_later, version_of
 from trainers.errors import ServerCapabilityError, WeightSyncError
 from trainers.model import Policy, gathered_parameters
 from trainers.roster import Listed, read_serving, write_servers
+from trainers.server import ServerClient
 from trainers.weight_sync.lora import FOLDER
 from trainers.weight_sync.sync import ServerSync
 
@@ -200,12 +203,30 @@ def test_a_folder_the_server_cannot_read_is_said_with_what_to_do(tmp_path):
         ({"at_runtime": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ({"api_processes": 4}, "--api-server-count 1"),
         ({"data_parallel": 2}, "2 data-parallel engines"),
+        ({"forked_workers": True}, "VLLM_WORKER_MULTIPROC_METHOD=spawn"),
     ],
 )
 def test_what_a_server_lacks_is_said_with_the_values_to_start_it_with(tmp_path, change, words):
     sync, policy = make_sync(tmp_path, FakeAdapterServer(adapters=replace(ABLE, **change)))
     with pytest.raises(ServerCapabilityError, match=rf"{words}.*Start it with --enable-lora --max-lora-rank 8 --max-loras 3"):
         sync.push(policy, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "method", "forked"), [(2, "fork", True), (2, "spawn", False), (1, "fork", False), (2, None, False)]
+)
+def test_what_a_server_says_of_itself_tells_forked_workers(workers, method, forked):
+    lora_config = {"max_lora_rank": 16, "max_loras": 4}
+    config = {
+        "model_config": {"model": "m", "dtype": "torch.bfloat16", "max_model_len": 64},
+        "lora_config": lora_config,
+        "parallel_config": {"tensor_parallel_size": workers},
+    }
+    environment = {} if method is None else {"VLLM_WORKER_MULTIPROC_METHOD": method}
+    page = json.dumps({"vllm_config": config, "vllm_env": environment, "workers": []}).encode()
+    with answering(200, page) as url:
+        adapters = ServerClient(url, 5.0, key="k").facts().adapters
+    assert adapters is not None and adapters.forked_workers == forked and adapters.max_lora_rank == 16
 
 
 def test_without_adapters_in_the_server_auto_sends_the_merged_weights_and_warns(tmp_path, caplog, monkeypatch):
