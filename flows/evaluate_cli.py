@@ -18,11 +18,14 @@ def evaluate(arguments: tuple[str, ...]) -> None:
     """
     from flows import prefect_api
     from flows.evaluate_file import load_evaluation
+    from flows.evaluate_subject import subject
     from flows.failures import RunFailed, describe
+    from infra.registry import Registry
     from trainers.errors import LoopwrightError
 
     file = next((Path(text) for text in arguments[:1] if "=" not in text), None)
     config = load_evaluation(file, arguments[1:] if file else arguments)
+    subject(config, Registry())  # again in the flow; here it saves the user the wait for Prefect
     with prefect_api.api():
         from flows.evaluate_flow import evaluate as run_evaluation
 

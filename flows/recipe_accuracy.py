@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flows.evaluate_flow import measure, subject
+from flows.evaluate_flow import measure
+from flows.evaluate_subject import subject
 from flows.recipe_plan import RECIPE_TAG, STAGE_TAG, Plan
 from infra.registry import Registry, RunRow, config_hash
 from infra.tracking_tags import PARENT_TAG

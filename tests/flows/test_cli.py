@@ -80,9 +80,22 @@ def test_runs_are_listed_and_shown(home: Path) -> None:
     assert "/x/checkpoint-2" in shown and "1        FAILED" in shown
 
 
-def test_unknown_runs_are_an_error_not_a_traceback(home: Path) -> None:
-    done = loopwright("resume", "nobody", code=2)
-    assert done.stderr.startswith("error: no run is named 'nobody'")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "resume nobody",
+        "reproduce nobody",
+        "evaluate run=nobody",
+        "servers list nobody",
+        "checkpoints verify nobody",
+        "export nobody x",
+    ],
+)
+def test_unknown_runs_are_a_line_with_where_to_look_and_start_nothing(home: Path, arguments: str) -> None:
+    done = loopwright(*arguments.split(), code=2)
+    assert done.stderr.startswith("error: no run is named 'nobody'") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("; `loopwright runs list` shows those there are\n")
+    assert not (home / "prefect").exists()
 
 
 def test_a_home_or_registry_that_cannot_be_used_is_an_error_not_a_traceback(

@@ -12,7 +12,8 @@ from flows.config import SFTRunConfig
 from flows.config_file import ConfigErrors
 from flows.evaluate_config import EvaluateConfig
 from flows.evaluate_file import load_evaluation
-from flows.evaluate_flow import measure, subject
+from flows.evaluate_flow import measure
+from flows.evaluate_subject import subject
 from flows.runs import stored
 from infra.registry import Registry, RunRow
 from tests.support.tiny_model import build_tiny_model
