@@ -112,6 +112,38 @@ _ALL = (
         },
     ),
     Preset(
+        "distill-three-gpus",
+        "distillation",
+        "Distillation of one teacher, named in servers.teachers: one GPU for it, one for the student's server, one trains.",
+        {
+            **_ON_GPU,
+            "max_steps": 200,
+            "max_completion_length": 2048,
+            "teacher_top_k": 16,
+            "gradient_accumulation_steps": 8,
+            "token_budget": 8192,
+            "servers": {"student": {"gpus": 1, "max_model_len": 4096}},
+            "trainer": {"ranks": 1, "gpus": 1},
+        },
+    ),
+    Preset(
+        "mopd-five-gpus",
+        "distillation",
+        "Three specialists merged into one student by reverse KL: three GPUs for the teachers, one for the "
+        "student's server, one trains. Each row of the dataset names its teacher in `teacher_id`.",
+        {
+            **_ON_GPU,
+            "beta": 1.0,
+            "teacher_balance": True,
+            "max_steps": 200,
+            "max_completion_length": 4096,
+            "gradient_accumulation_steps": 8,
+            "token_budget": 16384,
+            "servers": {"student": {"gpus": 1, "max_model_len": 8192}},
+            "trainer": {"ranks": 1, "gpus": 1},
+        },
+    ),
+    Preset(
         "sft-cpu-tiny",
         "sft",
         "A few SFT steps of a 135M model on a CPU; the dataset has the columns prompt and completion.",

@@ -21,7 +21,7 @@ from flows.automations import CRASHED, NO_HEARTBEAT, NOTIFY, Notification
 from flows.cli import cli
 from flows.config import RUN_CONFIGS
 from flows.config_file import load_config
-from flows.deployments import Plan, deploy, standard_targets
+from flows.deployments import Plan, deploy, load_flow, standard_targets
 from flows.presets import ENTRYPOINTS, PRESETS, Preset
 from flows.work_pools import GPUS_PER_RUN, RUNS_WITHOUT_GPUS, default_limit
 from tests.support.prefect_server import PrefectServer, prefect_server
@@ -59,7 +59,7 @@ def deployment(server: PrefectServer, name: str) -> dict[str, Any]:
 def test_a_new_server_has_every_flow_and_preset_and_doing_it_again_changes_nothing(deployed: PrefectServer) -> None:
     assert set(done().values()) == {"unchanged"}
     for preset in PRESETS.values():
-        found = deployment(deployed, f"train-{preset.kind}/{preset.name}")
+        found = deployment(deployed, f"{load_flow(preset.kind).name}/{preset.name}")
         assert found["parameters"] == {"config": dict(preset.fields)}
         assert found["enforce_parameter_schema"] and found["description"] == preset.summary
     assert deployment(deployed, "reap/local")["work_queue_name"] == "maintenance"
@@ -120,10 +120,12 @@ def test_prefect_deploys_the_same_from_prefect_yaml(deployed: PrefectServer) -> 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
 def test_a_preset_with_model_and_dataset_is_a_valid_config(preset: Preset) -> None:
-    loaded = load_config(preset.kind, None, ["model=m", "dataset.path=rows.jsonl"], {}, preset.name)
+    teachers = ["servers.teachers.math.model=t"] if preset.kind == "distillation" else []
+    given = ["model=m", "dataset.path=rows.jsonl", *teachers]
+    loaded = load_config(preset.kind, None, given, {}, preset.name)
     assert isinstance(loaded.config, RUN_CONFIGS[preset.kind])
     assert loaded.origin("max_steps") in (f"preset {preset.name}", "default")
-    changed = load_config(preset.kind, None, ["model=m", "dataset.path=x", "seed=9"], {"LOOPWRIGHT_SEED": "8"}, preset.name)
+    changed = load_config(preset.kind, None, [*given, "seed=9"], {"LOOPWRIGHT_SEED": "8"}, preset.name)
     assert changed.config.seed == 9
 
 

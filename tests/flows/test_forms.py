@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.config import RUN_CONFIGS
-from flows.deployments import Plan, deploy, standard_targets
+from flows.deployments import Plan, deploy, load_flow, standard_targets
 from flows.form import FIRST
 from tests.support.prefect_server import PrefectServer, prefect_server
 from tests.support.waiting import wait_until
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOOPWRIGHT_HOME", str(tmp_path_factory.mktemp("home")))
         with prefect_server() as running:
-            deploy(Plan(standard_targets(["grpo", "sft", "reap"])))
+            deploy(Plan(standard_targets(["grpo", "distillation", "sft", "reap"])))
             yield running
 
 
@@ -72,11 +72,11 @@ class Form:
             return api.post("/flow_runs/filter", json={"deployments": {"id": {"any_": [self.id]}}}).json()
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "distillation", "sft"])
 def test_every_field_is_there_by_its_name_with_its_help_the_most_used_first(
     browser: Any, server: PrefectServer, kind: str
 ) -> None:
-    form = Form(browser, server, f"train-{kind}/local")
+    form = Form(browser, server, f"{load_flow(kind).name}/local")
     schema = RUN_CONFIGS[kind].model_json_schema()
 
     def shown() -> str:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
 
 EOS = 1
+
+
+@contextmanager
+def in_thread(stub: StubServer, port: int = 0) -> Iterator[StubServer]:
+    """The stub, running in a thread with a loop of its own. Raises `OSError` if it cannot have the port."""
+    up, done = threading.Event(), threading.Event()
+    failed: list[OSError] = []
+
+    async def serve() -> None:
+        try:
+            async with stub.run(port):
+                up.set()
+                await asyncio.to_thread(done.wait)
+        except OSError as error:
+            failed.append(error)
+            up.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    up.wait()
+    try:
+        if failed:
+            raise failed[0]
+        yield stub
+    finally:
+        done.set()
+        thread.join()
 
 
 class StubServer:

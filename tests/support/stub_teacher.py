@@ -33,6 +33,7 @@ class StubTeacher(StubServer):
         max_logprobs: most that may be asked for.
         vocabulary: text of the ids that /detokenize knows; None: there is no such endpoint.
         root: what /v1/models says it was started with.
+        size: of the table.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class StubTeacher(StubServer):
         max_logprobs: int = VOCABULARY,
         vocabulary: dict[int, str] | None = None,
         root: str | None = None,
+        size: int = VOCABULARY,
     ) -> None:
         super().__init__(max_model_len=max_model_len, generate=generate)
         self._seed, self._applies_temperature, self._by_text = seed, applies_temperature, by_text
         self._chosen, self._max_logprobs, self._vocabulary, self._root = chosen, max_logprobs, vocabulary, root
+        self._size = size
         self.scored: list[list[int]] = []  # sequences, probes included
+        self.keys: set[str | None] = set()  # headers `Authorization` of scoring requests
         self.at_once = self.most_at_once = 0
         self.says_nothing_of: set[int] = set()  # positions
 
@@ -62,6 +66,7 @@ class StubTeacher(StubServer):
 
     def routes(self, app: web.Application) -> None:
         super().routes(app)
+        app.router.add_get("/version", self._version)
         if self._vocabulary is not None:
             app.router.add_post("/detokenize", self._detokenize)
 
@@ -69,12 +74,16 @@ class StubTeacher(StubServer):
         model = {"id": "teacher", "max_model_len": self._max_model_len, "root": self._root}
         return web.json_response({"data": [model]})
 
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
     async def _detokenize(self, request: web.Request) -> web.Response:
         assert self._vocabulary is not None
         tokens = (await request.json())["tokens"]
         return web.json_response({"prompt": "".join(self._vocabulary.get(token, "") for token in tokens)})
 
     async def _answer(self, request: web.Request) -> web.Response:
+        self.keys.add(request.headers.get("Authorization"))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
@@ -88,7 +97,7 @@ class StubTeacher(StubServer):
         assert sampling["max_tokens"] == 1, sampling
         assert len(tokens) < self._max_model_len, (len(tokens), self._max_model_len)
         self.scored.append(tokens)
-        table = logprob_table(self._seed, sampling["temperature"] if self._applies_temperature else 1.0)
+        table = logprob_table(self._seed, sampling["temperature"] if self._applies_temperature else 1.0, self._size)
         answer: dict[str, Any] = {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "length", "logprobs": None}]}
         if (rows := sampling.get("prompt_logprob_token_ids")) is not None:
             if not self._chosen:
