@@ -3,8 +3,8 @@
     bytes ─▶ where each `"ID":{"logprob":` begins ─▶ ids, logprobs, positions ─▶ [positions, K], the realised token's apart
 
 An answer of 2,000 tokens and K = 8 is 1.4 MB of JSON in which 18,000 numbers matter. They are found and read by whole-array
-operations on the bytes: decoding it into objects takes three times as long (msgspec) to ten times (json). Why that is safe: a
-quote within a JSON string is escaped, so `":{"logprob":` stands nowhere but where an entry begins.
+operations on the bytes, in 5.4 ms of CPU where msgspec takes 13.7 ms to lists and json 32 ms to dictionaries. Why that is
+safe: a quote within a JSON string is escaped, so `":{"logprob":` stands nowhere but where an entry begins.
 """
 
 from __future__ import annotations
