@@ -60,7 +60,7 @@ def _list_kept() -> None:
 
 @servers.command()
 @click.argument("run")
-@click.option("--url", help="Address of a server that is up. It must accept the run's key.")
+@click.option("--url", help="Address of a server that is up, or name:X of one kept by a name. It must accept the run's key.")
 @click.option("--count", type=click.IntRange(min=1), help="Servers to start, like the run's others. Default 1.")
 def add(run: str, url: str | None, count: int | None) -> None:
     """Give RUN a server more: one at --url, or --count that it starts itself. It gets the current weights first."""
@@ -69,7 +69,7 @@ def add(run: str, url: str | None, count: int | None) -> None:
 
 @servers.command()
 @click.argument("run")
-@click.option("--url", help="Address of the server; one that the run started is stopped.")
+@click.option("--url", help="Address of the server, or name:X; one that the run started is stopped.")
 @click.option("--count", type=click.IntRange(min=1), help="Of the servers that the run started, this many newest. Default 1.")
 def remove(run: str, url: str | None, count: int | None) -> None:
     """Take a server away from RUN: its requests go to the others, its GPUs are free again."""
@@ -79,6 +79,8 @@ def remove(run: str, url: str | None, count: int | None) -> None:
 def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int | None) -> str:
     from flows.config_servers import http_address
     from flows.server_requests import ask
+    from infra.registry import Registry
+    from infra.server_names import PREFIX, find
 
     if url is not None and count is not None:
         raise click.UsageError("give --url or --count, not both")
@@ -86,6 +88,8 @@ def _ask(run: str, action: Literal["add", "remove"], url: str | None, count: int
         url = http_address(url)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--url") from None
+    if url is not None and url.startswith(PREFIX):
+        url = find(Registry(), url.removeprefix(PREFIX)).url
     return ask(_folder(_running(run)), action, url, count or 1, ANSWER_S if url is None else PROBE_S)
 
 

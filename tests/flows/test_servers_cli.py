@@ -14,6 +14,7 @@ from flows.cli import cli
 from flows.config import GRPORunConfig
 from flows.runs import open_run
 from flows.server_requests import Requests, ServersRefused
+from infra.errors import ServerUnreachable
 from infra.registry import Owner, Registry
 from trainers.roster import Listed, Serving, write_servers, write_serving
 
@@ -64,9 +65,12 @@ def test_the_list_says_who_answers_and_what_each_serves(folder: Path, healthy: s
         (["add", "test"], ("add", None, 1)),
         (["add", "test", "--count", "3"], ("add", None, 3)),
         (["remove", "test", "--url", "http://a:1"], ("remove", "http://a:1", 1)),
+        (["add", "test", "--url", "name:big"], ("add", "http://kept:1", 1)),
+        (["remove", "test", "--url", "name:big"], ("remove", "http://kept:1", 1)),
     ],
 )
 def test_what_the_flow_is_asked_and_answers(folder: Path, arguments: list[str], asked: tuple[str, str | None, int]) -> None:
+    Registry().record_server(None, "big", "http://kept:1", 1, details={"key": "file"})
     seen, over = [], threading.Event()
 
     def flow() -> None:
@@ -95,6 +99,11 @@ def test_what_the_flow_is_asked_and_answers(folder: Path, arguments: list[str], 
 def test_arguments_that_make_no_sense_are_refused(folder: Path, arguments: list[str], message: str) -> None:
     result = loopwright(*arguments)
     assert result.exit_code == 2 and message in result.output
+
+
+def test_a_name_by_which_no_server_is_kept_is_said(folder: Path) -> None:
+    with pytest.raises(ServerUnreachable, match=r"no server is kept by the name 'big' \(kept: none is\)"):
+        raise loopwright("add", "test", "--url", "name:big").exception or AssertionError
 
 
 def test_a_run_that_is_over_has_no_servers(folder: Path) -> None:
