@@ -6,7 +6,7 @@ token's, with the top 8.
 
     random model ─▶ server as provisioning starts it ◀── ServerPool ── N requests at once
 
-One line per front end; `auto` is what provisioning chooses here for the top 8. A request has random prompt ids and a seed of
+One line per front end; `auto` is what provisioning chooses here. A request has random prompt ids and a seed of
 its own. Each form is warmed up, then the three take turns, `--rounds` times N requests each, and the median counts. "none" goes
 over the same connections with the log-probabilities left out of the request. `--one-by-one` adds the three forms as a server
 without our plugin is asked: tokens leave its engine one by one, log-probabilities are written out. `client_cpu` is the share of

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES
-from benchmarks.sync_server import ONE_PROCESS, Server, make_model, server_spec
+from benchmarks.sync_server import Server, make_model, server_spec
 from trainers.perf import bottleneck
 
 WARM_UP = 4
+SAMPLER_TOPS = 8  # what score centering asks for
 _TIMES = ("step_s", "fwd_bwd_s", "optimizer_s", "weight_sync_s", "weight_sync_load_s", "weight_sync_pause_s", "rollout_wait_s")
 _RATES = ("forwarded_tok_s_wall_clock", "mfu_fwd_bwd", "mfu_wall_clock", "peak_memory_bytes", "weight_sync_bytes")
 
@@ -126,6 +127,7 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=256 if cuda else 16, help="most rollouts in flight")
     parser.add_argument("--score-centering", action="store_true", help="ask for the sampler's top 8, too")
     parser.add_argument("--server-device", type=int, default=0, help="GPU of the server; the trainer takes the first")
+    parser.add_argument("--front", choices=["auto", "python", "rust"], default="auto", help="the server's front end")
     parser.add_argument("--server-arg", action="append", default=[], help="one more argument for the server's command line")
     parser.add_argument("--work-dir", help="for model, logs and weights (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON lines on standard output")
@@ -139,8 +141,12 @@ def main() -> int:
     if cuda:
         torch.cuda.empty_cache()
     adapters = {"max_lora_rank": max(8, args.lora), "max_loras": 8} if args.lora else {}
-    spec = server_spec(folder, "student", [*ONE_PROCESS, *args.server_arg], concurrent=args.concurrent, **adapters)
-    server, _ = Server.start(spec, Path(args.work_dir), args.server_device)
+    spec = server_spec(
+        folder, "student", args.server_arg, concurrent=args.concurrent, front_end=args.front,
+        top_logprobs=SAMPLER_TOPS if args.score_centering else 0, **adapters,
+    )  # fmt: skip
+    server, chosen = Server.start(spec, Path(args.work_dir), args.server_device)
+    print("; ".join(chosen.reasons), file=sys.stderr, flush=True)
     out = sys.stdout
     if args.json:
         sys.stdout = sys.stderr

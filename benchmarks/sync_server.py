@@ -35,7 +35,7 @@ POSITIONS, SHORT_POSITIONS = 8192, 512
 # The models are small; the keys and values get a fixed part.
 GPU_ARGUMENTS = ("--gpu-memory-utilization", "0.28", "--kv-cache-memory-bytes", "24G")
 GPU_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-ONE_PROCESS = ("--api-server-count", "1")  # a Python front end; `--server-arg` may ask for another count
+ONE_PROCESS = ("--api-server-count", "1")
 START_TIMEOUT_S = 420.0
 
 

@@ -167,6 +167,7 @@ def main() -> int:
     parser.add_argument("--inflight", type=int, default=64 if cuda else 8, help="requests in flight")
     parser.add_argument("--vllm", action="store_true", help="also vLLM's own engine (ipc on one GPU, nccl on two)")
     parser.add_argument("--server", help="URL of a running server that holds a model of this shape, instead of starting one")
+    parser.add_argument("--front", choices=["auto", "python", "rust"], default="auto", help="the server's front end")
     parser.add_argument("--server-arg", action="append", default=[], help="one more argument for the servers' command line")
     parser.add_argument("--device", type=int, default=0, help="trainer's GPU; the server uses --server-device")
     parser.add_argument("--server-device", type=int, default=0)
@@ -196,7 +197,7 @@ def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: 
             work_dir = Path(args.work_dir)
             for kind in kinds:
                 if kind == "loopwright":
-                    spec = server_spec(model_dir, kind, [*ONE_PROCESS, *args.server_arg], concurrent=args.inflight)
+                    spec = server_spec(model_dir, kind, args.server_arg, concurrent=args.inflight, front_end=args.front)
                 else:
                     spec = stock_spec(model_dir, kind, work_dir, [*ONE_PROCESS, *args.server_arg])
                 servers[kind], _ = Server.start(spec, work_dir, args.server_device)

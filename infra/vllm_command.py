@@ -79,7 +79,7 @@ def front_of(spec: ServerSpec, features: Features, cores: int | None = None) -> 
         front_end = "rust" if spec.env[RUST_ENV] == "1" else "python"
     asks = Asks(
         device=spec.resolved_device,
-        top_logprobs=spec.top_logprobs,
+        scores=spec.frozen,
         sampling_mask=spec.sampling_mask,
         adapters=spec.max_lora_rank is not None or "--enable-lora" in spec.extra_args,
         front_end=front_end,

@@ -1,7 +1,8 @@
 """Which front end a vLLM server gets, and how many processes: what the run asks for against what the installation can do.
 
-On a GPU the front end is what limits a server (`docs/serving.md` has the figures): a Python process that turns
-log-probabilities into answers is the bottleneck, several share the work, and the Rust front end does it best.
+On a GPU the front end is what limits a server (`docs/serving.md` has the figures). Requests of a run ask for what our plugin
+does, tokens in batches and log-probabilities as arrays, and then one Python process keeps up with the engine. Log-probabilities
+of prompts, which a teacher is asked for, are written out token by token: several processes share that.
 
     Asks + Features + cores ──▶ choose ──▶ Choice(front end, processes, why)
 """
@@ -18,17 +19,16 @@ from infra.vllm_features import Features
 FrontEnd = Literal["auto", "python", "rust"]
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 COUNT_FLAGS = ("--api-server-count", "-asc")
-# Processes beyond which throughput no longer rose, for the sampled log-probability alone and for top ones with it.
-MOST_PROCESSES, MOST_PROCESSES_TOPS = 4, 8
+MOST_PROCESSES = 8  # beyond which a teacher's throughput no longer rose
 CORES_PER_PROCESS = 2  # the engine and its workers need the rest
 
 
 @dataclass(frozen=True)
 class Asks:
-    """`top_logprobs`: log-probabilities per token beside the sampled one's. `front_end`, `api_processes`: the user's word."""
+    """`scores`: it is a teacher, asked for log-probabilities of prompts. `front_end`, `api_processes`: the user's word."""
 
     device: Literal["cpu", "cuda"]
-    top_logprobs: int = 0
+    scores: bool = False
     sampling_mask: bool = False
     adapters: bool = False
     front_end: FrontEnd = "auto"
@@ -50,15 +50,10 @@ def choose(asks: Asks, features: Features, cores: int) -> Choice:
     if asks.sampling_mask and not mask:
         cause = "needs a GPU" if asks.device == "cpu" else f"is not in vLLM {features.version}"
         reasons.append(f"no candidate sets: --return-sampling-mask {cause}, so the ratio to the sampler stays biased")
-    obstacle = rust_obstacle(asks, features, mask)
-    if asks.front_end == "rust" and obstacle is not None:
-        raise ServerLacks(f"the Rust front end cannot be used: {obstacle}; leave out {RUST_ENV} or set it to 0")
-    if asks.front_end == "rust" or (asks.front_end == "auto" and obstacle is None and asks.api_processes in (None, 1)):
-        given = "as given" if asks.front_end == "rust" else "log-probabilities cost it least"
-        return Choice(True, 1, mask, [*reasons, f"Rust front end: {given}"])
-    if asks.front_end == "auto" and asks.device == "cuda":
-        because = obstacle or f"{COUNT_FLAGS[0]} {asks.api_processes} was given"
-        reasons.append(f"Python front end: {because}")
+    if asks.front_end == "rust":
+        if (obstacle := rust_obstacle(asks, features, mask)) is not None:
+            raise ServerLacks(f"the Rust front end cannot be used: {obstacle}; leave out {RUST_ENV} or set it to 0")
+        return Choice(True, 1, mask, [*reasons, "Rust front end: as given"])
     count, why = python_processes(asks, cores)
     return Choice(False, count, mask, [*reasons, why])
 
@@ -87,10 +82,10 @@ def python_processes(asks: Asks, cores: int) -> tuple[int, str]:
         return asks.api_processes, f"API processes: {asks.api_processes}, as given"
     if asks.device == "cpu":
         return 1, "1 API process: on a CPU the model is the limit"
-    most = MOST_PROCESSES_TOPS if asks.top_logprobs else MOST_PROCESSES
-    count = max(1, min(most, cores // CORES_PER_PROCESS))
-    asked = f"the top {asks.top_logprobs} log-probabilities" if asks.top_logprobs else "the sampled log-probability"
-    return count, f"API processes: {count} for {asked} on {cores} cores"
+    if not asks.scores:
+        return 1, "1 API process: tokens come to it in batches, and it sends log-probabilities as arrays"
+    count = max(1, min(MOST_PROCESSES, cores // CORES_PER_PROCESS))
+    return count, f"API processes: {count} for log-probabilities of prompts on {cores} cores"
 
 
 def given_processes(arguments: Sequence[str]) -> int | None:

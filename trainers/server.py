@@ -111,7 +111,7 @@ class ServerClient:
             workers, one_call = self._workers()
             config = info["vllm_config"]
             if "model_config" not in config and workers and "config" in workers[0]:
-                info |= {"vllm_config": (config := workers[0]["config"])}  # the Rust front end does not know it
+                config = workers[0]["config"]  # the Rust front end does not know it
             model = config["model_config"]
             transfer = config.get("weight_transfer_config") or {}
             return ServerFacts(
@@ -121,7 +121,7 @@ class ServerClient:
                 weight_backend=transfer.get("backend"),
                 workers=tuple(workers),
                 one_call=one_call,
-                adapters=_adapter_facts(info),
+                adapters=_adapter_facts(config, info.get("vllm_env") or {}),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ServerCapabilityError(
@@ -236,9 +236,8 @@ class ServerClient:
         return np.array([rows[i][str(token)]["logprob"] for i, token in enumerate(tokens.tolist()) if i], dtype=np.float64)
 
 
-def _adapter_facts(info: dict[str, Any]) -> AdapterFacts | None:
+def _adapter_facts(config: dict[str, Any], env: dict[str, Any]) -> AdapterFacts | None:
     """Of a server's /server_info."""
-    config, env = info["vllm_config"], info.get("vllm_env") or {}
     lora, parallel = config.get("lora_config"), config.get("parallel_config") or {}
     if not lora:
         return None

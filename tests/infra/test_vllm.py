@@ -111,8 +111,8 @@ def test_what_an_installation_does_not_have_is_left_out(model):
 
 
 def test_the_rust_front_end_gets_neither_middleware_nor_what_it_refuses(model):
-    spec = ServerSpec(model, device="cuda")
-    rust, python = command_line(spec, 1), command_line(spec, 1, BEFORE_028)
+    spec = ServerSpec(model, device="cuda", front_end="rust")
+    rust, python = command_line(spec, 1), command_line(ServerSpec.teacher(model, device="cuda"), 1)
     refused = {"--middleware", "--generation-config", "--api-server-count"}
     assert not refused & set(rust) and refused <= set(python)
     assert option(python, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"

@@ -79,17 +79,17 @@ def test_an_interpreter_without_vllm_or_that_is_none(tmp_path):
     ("asks", "features", "cores", "rust", "processes", "why"),
     [
         (Asks("cpu"), CPU, 64, False, 1, "on a CPU the model is the limit"),
-        (Asks("cpu", top_logprobs=8), CPU, 64, False, 1, "on a CPU the model is the limit"),
-        (Asks("cuda"), GPU_RUST, 16, True, 1, "log-probabilities cost it least"),
-        (Asks("cuda", 64), GPU_RUST, 16, True, 1, "log-probabilities cost it least"),
-        (Asks("cuda"), GPU_PYTHON, 16, False, 4, "4 for the sampled log-probability on 16 cores"),
-        (Asks("cuda", 8), GPU_PYTHON, 16, False, 8, "8 for the top 8 log-probabilities on 16 cores"),
-        (Asks("cuda", 8), GPU_PYTHON, 6, False, 3, "on 6 cores"),
-        (Asks("cuda", 8), GPU_PYTHON, 1, False, 1, "on 1 cores"),
+        (Asks("cpu", scores=True), CPU, 64, False, 1, "on a CPU the model is the limit"),
+        (Asks("cuda"), GPU_RUST, 16, False, 1, "it sends log-probabilities as arrays"),
+        (Asks("cuda", front_end="rust"), GPU_RUST, 16, True, 1, "as given"),
+        (Asks("cuda"), GPU_PYTHON, 16, False, 1, "it sends log-probabilities as arrays"),
+        (Asks("cuda", scores=True), GPU_RUST, 32, False, 8, "8 for log-probabilities of prompts on 32 cores"),
+        (Asks("cuda", scores=True), GPU_PYTHON, 6, False, 3, "on 6 cores"),
+        (Asks("cuda", scores=True), GPU_PYTHON, 1, False, 1, "on 1 cores"),
         (Asks("cuda", adapters=True), GPU_RUST, 16, False, 1, "adapters are loaded in one process only"),
-        (Asks("cuda", sampling_mask=True), NEWEST, 16, False, 4, "it returns no candidate sets"),
-        (Asks("cuda", sampling_mask=True), GPU_RUST, 16, True, 1, "--return-sampling-mask is not in vLLM 0.26.0"),
-        (Asks("cuda", front_end="python"), GPU_RUST, 16, False, 4, "API processes: 4"),
+        (Asks("cuda", sampling_mask=True), NEWEST, 16, False, 1, "it sends log-probabilities as arrays"),
+        (Asks("cuda", sampling_mask=True), GPU_RUST, 16, False, 1, "--return-sampling-mask is not in vLLM 0.26.0"),
+        (Asks("cuda", front_end="python"), GPU_RUST, 16, False, 1, "1 API process"),
         (Asks("cuda", api_processes=2), GPU_RUST, 16, False, 2, "2, as given"),
         (Asks("cpu", api_processes=2), CPU, 2, False, 2, "2, as given"),
     ],
@@ -127,7 +127,8 @@ def test_a_user_s_arguments_and_environment_win():
     def front(**fields):
         return front_of(ServerSpec("/m", device="cuda", **fields), GPU_RUST, cores=16)
 
-    assert front().rust and not front(env={"VLLM_USE_RUST_FRONTEND": "0"}).rust
+    assert front(env={"VLLM_USE_RUST_FRONTEND": "1"}).rust and not front().rust
+    assert not front(front_end="rust", env={"VLLM_USE_RUST_FRONTEND": "0"}).rust
     assert front(extra_args=("--api-server-count", "3")).api_processes == 3
     assert front(extra_args=("--enable-lora",)).api_processes == 1
     with pytest.raises(ServerLacks, match="adapters"):

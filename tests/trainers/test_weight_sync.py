@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from itertools import pairwise
@@ -311,6 +312,16 @@ def test_development_endpoints_that_are_off_are_said_with_what_turns_them_on():
 def test_something_else_that_answers_is_no_vllm_server(body):
     with answering(200, body) as url, pytest.raises(ServerCapabilityError, match="is no vLLM server"):
         ServerClient(url, 5.0, key="k").facts()
+
+
+def test_a_front_end_that_does_not_know_its_engine_leaves_it_to_the_workers():
+    model = {"model": "/m", "dtype": "torch.bfloat16", "max_model_len": 8192}
+    config = {"model_config": model, "weight_transfer_config": {"backend": "loopwright"}}
+    page = json.dumps({"vllm_config": {}, "workers": [{"version": "3", "config": config}]}).encode()
+    with answering(200, page) as url:
+        facts = ServerClient(url, 5.0, key="k").facts()
+    assert (facts.model, facts.dtype, facts.max_model_len, facts.weight_backend) == ("/m", "bfloat16", 8192, "loopwright")
+    assert facts.one_call and facts.adapters is None
 
 
 # The real server ---------------------------------------------------------------------------------------------------------

@@ -105,16 +105,15 @@ class Adapters:
         began = time.perf_counter()
         wanted = {adapter_name(version, self.run): version for version in self.versions}
         there = engine.loaded_adapters()
-        for name, version in wanted.items():
-            if name not in there:
-                _load_one(engine, name, self._folder(version))
-        engine.adapter = next(reversed(wanted))
-        loaded = time.perf_counter() - began
         for name in there:
             # Also those that a trainer which died has left; adapters of somebody else's are not ours to remove.
             if version_of(name) is not None and name not in wanted:
                 engine.unload_adapter(name)
-        return Seconds(0.0, loaded)
+        for name, version in wanted.items():
+            if name not in there:
+                _load_one(engine, name, self._folder(version))
+        engine.adapter = next(reversed(wanted))
+        return Seconds(0.0, time.perf_counter() - began)
 
 
 def _load_one(engine: AdapterEngine, name: str, folder: Path) -> None:

@@ -155,7 +155,8 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.version, self.torn = update_info.version, False
 
     def state(self) -> dict[str, Any]:
-        """What the trainer chooses a way by, and which version this worker holds."""
+        """What the trainer chooses a way by, and which version this worker holds. `config`: of vLLM's, what it asks for."""
+        model = self.model_config
         return {
             "version": self.version,
             "torn": self.torn,
@@ -163,6 +164,10 @@ class LoopwrightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "machine": machine(),
             "plan": self.loader.plan is not None,
             "why_no_plan": self.loader.why_no_plan,
+            "config": {
+                "model_config": {"model": model.model, "dtype": str(model.dtype), "max_model_len": model.max_model_len},
+                "weight_transfer_config": {"backend": "loopwright"},
+            },
         }
 
     # Ways to receive -------------------------------------------------------------------------------------------------

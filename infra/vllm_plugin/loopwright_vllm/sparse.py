@@ -58,7 +58,7 @@ def patch(bucket: torch.Tensor, width: int, relative: bool, low: int, streams: l
         )
     kind = torch.int8 if low else words.dtype
     codes = torch.stack([codes & RARE, codes >> 4], 1).flatten()[:count].to(torch.int64)
-    frequent, others = table.view(kind), rare.view(kind)
+    frequent, others = table.clone().view(kind), rare.clone().view(kind)  # copied, because in a file they lie anywhere
     escaped = codes == RARE
     announced = int(escaped.sum())
     if announced != others.numel():
