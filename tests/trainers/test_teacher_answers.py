@@ -104,6 +104,13 @@ def test_a_position_without_scores_is_told_apart() -> None:
     assert not np.isnan(read_prompt_logprobs(answer([None, None, {2: -0.5}, {9: -2.0}]), TOKENS, 2, 0).targets).any()
 
 
+def test_ids_of_any_size() -> None:
+    tokens = np.array([0, 9, 10, 255, 256, 1000, 65_536, 151_935, 999_999_999], np.int32)
+    body = answer([None, *({int(token): -0.5, 262_143: -1.0} for token in tokens[1:])])
+    found = read_prompt_logprobs(body, tokens, 1, 1)
+    assert (found.targets == -0.5).all() and (found.ids == 262_143).all()
+
+
 def test_numbers_in_every_notation() -> None:
     values = [0, -0.0, -1, -12.25, -0.0001, -1.1920928955078125e-07, -1e-05, -3.4028234663852886e-38, -1234.5678]
     tokens = np.arange(len(values) + 1, dtype=np.int32)

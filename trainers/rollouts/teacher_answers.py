@@ -76,7 +76,7 @@ def _entries(chars: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         alive &= digits < 10
         if not alive.any():
             break
-        ids += np.where(alive, digits, 0) * scale
+        ids += np.where(alive, digits, 0).astype(np.int64) * scale
         at -= alive
         scale *= 10
     if not (chars[at] == ord('"')).all():  # a key that is no number
