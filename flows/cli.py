@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -185,19 +186,28 @@ def main() -> None:
     except Exception as error:
         from sqlite3 import DatabaseError
 
+        from sqlalchemy.exc import DBAPIError
+
         from infra.errors import InfraError
         from infra.registry import AlreadyThere, NotFound
         from trainers.errors import ConfigError, LoopwrightError
 
-        if isinstance(error, DatabaseError):  # met when the registry is opened, before SQLAlchemy has it in hand
-            from infra.registry import default_url, shown_url
-
-            error = InfraError(f"{shown_url(default_url())} cannot be used: {error}")
+        if isinstance(error, DatabaseError | DBAPIError):  # sqlite's own: met before SQLAlchemy has it in hand
+            error = InfraError(_database_trouble(error))
         if not isinstance(error, LoopwrightError | InfraError | NotFound | AlreadyThere):
             raise
         for line in str(error).splitlines():
             click.echo(f"error: {line}", err=True)
         sys.exit(2 if isinstance(error, ConfigError | NotFound) else 1)
+
+
+def _database_trouble(error: Exception) -> str:
+    from infra.redaction import redact
+    from infra.registry import URL_VARIABLE, default_url, shown_url
+
+    why = redact(str(getattr(error, "orig", None) or error)).strip().splitlines()[0]
+    remedy = f"; is {URL_VARIABLE} right, and the database up?" if URL_VARIABLE in os.environ else ""
+    return f"{shown_url(default_url())} cannot be used: {why}{remedy}"
 
 
 def _load(kind: str, settings: tuple[str, ...], preset: str | None) -> LoadedConfig:

@@ -21,15 +21,17 @@ from flows.connections import client_environment, running
 from infra.home import home
 from infra.leases import LeaseManager, PortLease
 from infra.process import Supervised
+from infra.redaction import redact
 from infra.registry import Registry
 from trainers.errors import ServerError
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0  # one that ends is noticed at once; on a machine at its limit it may take minutes
+ANSWER_S = 60.0
 _own: list[Supervised] = []  # the server that `api` started for this process
 
 
 class PrefectServerError(ServerError):
-    """Prefect's server did not come up."""
+    """Prefect's server did not come up, or the one that is named does not answer."""
 
 
 def settings(port: int, host: str = "127.0.0.1") -> dict[str, str]:
@@ -72,8 +74,13 @@ def start_server(lease: PortLease, auth: str | None = None) -> Supervised:
 
 @contextmanager
 def api() -> Iterator[str]:
-    """Make this process use an API and yield its address. Must come before `prefect` is imported for the first time."""
+    """Make this process use an API and yield its address. Must come before `prefect` is imported for the first time.
+
+    Raises:
+        PrefectServerError: the server that PREFECT_API_URL names does not answer, or one of this process's own does not start.
+    """
     if url := os.environ.get("PREFECT_API_URL"):
+        _check_answers(url)
         yield url
         return
     up = running()
@@ -97,6 +104,17 @@ def api() -> Iterator[str]:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             _own.remove(process)
             process.stop()
+
+
+def _check_answers(url: str) -> None:
+    """Whatever it answers: who may do what is between Prefect's client and it."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=ANSWER_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PrefectServerError(
+            f"no Prefect server answers at PREFECT_API_URL={redact(url)} ({error}): mend the address or start the server; "
+            "without the variable that of `loopwright up` is used, else one of this process's own"
+        ) from error
 
 
 def own_server_is_gone() -> bool:

@@ -109,6 +109,25 @@ def test_a_home_or_registry_that_cannot_be_used_is_an_error_not_a_traceback(
     assert done.stderr == f"error: LOOPWRIGHT_HOME={home}/registry.db cannot be made: File exists\n"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "arguments", "told"),
+    [
+        (
+            "LOOPWRIGHT_REGISTRY_URL", "postgresql+psycopg://me:hidden-word@127.0.0.1:9/x", "runs list",
+            "is LOOPWRIGHT_REGISTRY_URL right, and the database up?",
+        ),
+        ("PREFECT_API_URL", "http://127.0.0.1:9/api", "deploy", "no Prefect server answers at PREFECT_API_URL=http://127.0.0.1:9/api"),
+    ],
+)  # fmt: skip
+def test_a_service_that_is_named_and_does_not_answer_is_one_line_with_what_to_mend(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, arguments: str, told: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = loopwright(*arguments.split(), code=1)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert told in done.stderr and "hidden-word" not in done.stderr
+
+
 def test_a_status_that_does_not_exist_is_refused(home: Path) -> None:
     assert "'done' is not one of 'pending', 'running'" in loopwright("runs", "list", "--status", "done", code=2).stderr
 
