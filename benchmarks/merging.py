@@ -38,7 +38,7 @@ MEAN, MIXED = "mean", "mixed"
 
 
 def average_weights(models: Sequence[str], out: Path) -> Path:
-    """A model whose every weight is the mean of that of `models`, summed in float64; `out`, made from the first one's folder.
+    """A model whose every weight is the mean of that of `models`, computed in float64; `out`, made from the first one's folder.
 
     Raises:
         ConfigError: they have not the same weights.
@@ -52,7 +52,7 @@ def average_weights(models: Sequence[str], out: Path) -> Path:
     for name, value in first.state_dict().items():
         if any(name not in state or state[name].shape != value.shape for state in states):
             raise ConfigError(f"{name} is not a weight of the same shape in all of {', '.join(models)}")
-        mean[name] = (sum((state[name].double() for state in states), value.double()) / len(models)).to(value.dtype)
+        mean[name] = torch.stack([value.double(), *(state[name].double() for state in states)]).mean(0).to(value.dtype)
     first.load_state_dict(mean)
     shutil.rmtree(out, ignore_errors=True)
     first.save_pretrained(out)
@@ -103,7 +103,8 @@ def _joined_rows(plan: Plan, path: Path) -> Path:
 
 def accuracies(plan: Plan, title: str, model: str, registry: Registry) -> dict[str, float]:
     """Of a model on every domain that has held-out problems."""
-    from flows.evaluate_flow import measure, subject
+    from flows.evaluate_flow import measure
+    from flows.evaluate_subject import subject
 
     found = {}
     for name in plan.config.domains:

@@ -50,7 +50,8 @@ def main() -> None:
         from huggingface_hub import hf_hub_download
 
         path = hf_hub_download(REPOSITORY, FILE, revision=REVISION, repo_type="dataset")
-    for name, count in split(Dataset.from_parquet(path).select_columns(["prompt", "domain"]), args.folder).items():
+    rows: Any = Dataset.from_parquet(path).select_columns(["prompt", "domain"])
+    for name, count in split(rows, args.folder).items():
         print(f"{count} prompts in {args.folder / name}.jsonl")
 
 

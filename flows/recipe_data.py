@@ -48,7 +48,7 @@ def join(datasets: Mapping[str, DatasetConfig], path: Path) -> dict[str, Any]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    fingerprint = load_rows(DatasetConfig(path=str(path))).fingerprint()
+    fingerprint = load_rows(DatasetConfig.model_validate({"path": str(path)})).fingerprint()
     return {"path": str(path), "fingerprint": fingerprint, "rows": {name: len(rows) for name, rows in prompts.items()}}
 
 

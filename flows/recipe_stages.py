@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from flows.config import RunConfig
 from flows.failures import RunFailed
@@ -18,6 +18,7 @@ from flows.recipe_runs import open_stage
 from flows.sweep_outcome import may_go_on
 from infra.gpus import visible_gpus
 from infra.registry import Registry, RunRow
+from trainers.errors import FailureClass
 
 POLL_S = 0.5
 _FLOWS = {"sft": "train-sft", "grpo": "train-grpo", "distillation": "distill-mopd"}
@@ -84,7 +85,7 @@ class StageRuns:
                 else:
                     # What somebody stopped has no class: like the user's own faults it is not tried again.
                     failure = run.failure_class or ("user" if run.status == "KILLED" else "infrastructure")
-                    raise RunFailed(failure, f"{run.name}: {run.cause or how}", run.traceback)
+                    raise RunFailed(cast(FailureClass, failure), f"{run.name}: {run.cause or how}", run.traceback)
             time.sleep(POLL_S)
         return results
 
