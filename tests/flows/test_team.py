@@ -21,7 +21,7 @@ from tests.support.postgres import PASSWORD, PostgresServer
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_the_databases_are_on_one_postgres(
     home: Path,
     tmp_path: Path,
@@ -84,7 +84,7 @@ def _has_trigrams(url: str) -> bool:
 def _run(prefect_url: str, folder: Path) -> None:
     with httpx.Client(base_url=prefect_url, timeout=60.0, trust_env=False) as api:
         flow_run = trigger(api, sft_config(folder, "team", num_train_epochs=4))
-        state = wait_for_end(api, flow_run, 500)
+        state = wait_for_end(api, flow_run, 900)
         assert state["type"] == "COMPLETED", state["message"]
 
 
