@@ -8,6 +8,7 @@ Runs on an event loop and a thread of its own, because the trainer's side of a t
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from aiohttp import web
 
 Fault = Literal["400", "500", "slow", "lost", "reset", "half", "bad_json"]
 GENERATION = ("/inference/v1/generate", "/v1/completions")
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class FaultProxy:
@@ -35,6 +37,7 @@ class FaultProxy:
         self.requests = 0  # generation requests that arrived
         self.answered = 0  # of these, answered as the server did
         self.looks = 0  # all other requests
+        self.seen: list[tuple[str, str, int]] = []  # of a model: path, its name, status of the server's answer
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._port = 0
@@ -100,6 +103,9 @@ class FaultProxy:
         url = self.upstream + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
             content, status, kind = await answer.read(), answer.status, answer.content_type
+        if generates or request.path in ADAPTERS:
+            named = json.loads(body)
+            self.seen.append((request.path, named.get("lora_name") or named.get("model", ""), status))
         if fault == "lost":
             await asyncio.sleep(3600)
         if fault == "slow":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from peft import LoraConfig
 
+from tests.support.fault_proxy import GENERATION, FaultProxy
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tiny_model, build_tokenizer
+from tests.support.waiting import wait_until
 from trainers import AsyncGRPOConfig, AsyncGRPOTrainer, evaluate, lora
 from trainers.adapters import version_of
 from trainers.data import PromptBuilder
@@ -21,6 +24,7 @@ from trainers.errors import ServerCapabilityError, ServerError
 from trainers.model import probe_logprobs
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import RequestFailed
+from trainers.roster import Listed, read_serving, write_servers
 from trainers.server import ServerClient
 from trainers.weight_sync.lora import FOLDER
 from trainers.weight_sync.sync import ServerSync
@@ -175,6 +179,56 @@ def letters(completions: list, **kwargs: Any) -> list[float]:
     """The share of digits: something a handful of steps can move."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in texts]
+
+
+def test_a_run_whose_only_server_dies_goes_on_with_a_replacement_that_has_the_adapters_before_its_first_request(
+    server, key, tmp_path
+):
+    """Behind both addresses is one real server; at the second it holds no adapter, as a process that was just started."""
+    folder = tmp_path / "run"
+    serving: list[int | None] = []
+
+    def replace(first: FaultProxy, second: FaultProxy) -> None:
+        wait_until(lambda: any((one.version or 0) >= 2 for one in read_serving(folder)), 600, "two steps")
+        first.go_away()
+        client = ServerClient(server.url, 60)
+        for name in client.loaded_adapters():
+            client.unload_adapter(name)
+        write_servers(folder, [Listed("replacement", second.url)])
+        wait_until(lambda: [one.name for one in read_serving(folder)] == ["replacement"], 600, "the replacement is in")
+        serving.extend(one.version for one in read_serving(folder))
+
+    with FaultProxy(server.url).run() as first, FaultProxy(server.url).run() as second:
+        args = AsyncGRPOConfig(
+            output_dir=str(folder),
+            vllm_server_base_url=first.url,
+            vllm_server_timeout=300.0,
+            max_steps=8,
+            num_generations=4,
+            max_completion_length=8,
+            per_device_train_batch_size=8,
+            gradient_checkpointing=False,
+            max_staleness=MAX_STALENESS,
+            weight_sync="lora",
+            weight_check_steps=1,
+        )
+        adapter = LoraConfig(r=8, target_modules="all-linear")
+        rows = [{"prompt": f"{i}+{i}="} for i in range(200)]
+        trainer = AsyncGRPOTrainer(str(server.model_dir), letters, args, rows, peft_config=adapter)
+        with ThreadPoolExecutor(1) as threads:
+            replaced = threads.submit(replace, first, second)
+            trainer.train()
+            replaced.result()
+        assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 8
+        assert serving and serving[0] is not None and serving[0] >= 2, "it came in with the policy of that moment"
+        loaded: set[str] = set()
+        for path, name, status in second.seen:
+            if path == "/v1/load_lora_adapter" and status == 200:
+                loaded.add(name)
+            elif path in GENERATION:
+                assert name in loaded and status != 404, f"{name} was asked for when it was not there"
+        assert second.requests > 0 and first.requests > 0
+        assert max(versions(ServerClient(server.url, 60))) == 8
 
 
 def test_a_run_learns_through_its_adapter_and_is_evaluated_on_it(server, key, tmp_path):
