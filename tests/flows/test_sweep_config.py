@@ -61,7 +61,7 @@ def refused(**fields: Any) -> str:
         ),
         ({"base": {**SWEEP["base"], "hub_token": "${oc.env:NOT_SET_ANYWHERE}"}}, "NOT_SET_ANYWHERE"),
         ({"trial": 3}, "unknown field `trial` in SweepConfig: did you mean `trials`?"),
-        ({"kind": "dpo"}, "kind: Input should be 'grpo' or 'sft' (got 'dpo')"),
+        ({"kind": "dpo"}, "kind: Input should be 'grpo', 'distillation' or 'sft' (got 'dpo')"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(fields: dict[str, Any], says: str) -> None:
