@@ -137,10 +137,13 @@ def _entries(run: str, step: int | None = None) -> Iterator[tuple[CheckpointStor
     """
     from infra.errors import NotStored
 
-    found = [(store, entry) for store in _stores(run) for entry in store.listed().values() if step in (None, entry.step)]
+    there = [(store, entry) for store in _stores(run) for entry in store.listed().values()]
+    found = [(store, entry) for store, entry in there if step in (None, entry.step)]
+    if not there:
+        raise NotStored(f"{run} has no checkpoints")
     if not found:
-        what = "no checkpoints" if step is None else f"no checkpoint of step {step}"
-        raise NotStored(f"{run} has {what}")
+        known = ", ".join(map(str, sorted({entry.step for _, entry in there})))
+        raise NotStored(f"{run} has no checkpoint of step {step} (checkpoints: {known})")
     yield from sorted(found, key=lambda pair: pair[1].step)
 
 

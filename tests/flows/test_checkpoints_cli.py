@@ -82,7 +82,8 @@ def test_pins_are_marks_beside_the_checkpoint_and_the_registry_has_a_copy(folder
     assert ask("unpin", "test", "1").exit_code == 0
     assert not (folder / "checkpoint-1/PINNED").exists() and "team/test/checkpoint-1/PINNED" not in s3.files()
     assert pinned() == [False, False]
-    assert isinstance(ask("pin", "test", "7").exception, NotStored)
+    error = ask("pin", "test", "7").exception
+    assert isinstance(error, NotStored) and str(error) == "test has no checkpoint of step 7 (checkpoints: 1, 2)"
 
 
 def test_fetch_takes_the_newest_whole_one_or_a_step(folder: Path, tmp_path: Path) -> None:
