@@ -40,8 +40,12 @@ CANARIES = {
 }
 
 REWARD = """
+import os, sys
+
 def reward(completions, judge, **columns):
     assert judge == "canary-" + "judge-18aa", "the reference was resolved"
+    print("printed by the reward:", judge, os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["MODEL_SECRET"], flush=True)
+    print("and in", dict(os.environ), file=sys.stderr, flush=True)
     return [1.0 for _ in completions]
 """
 
@@ -86,6 +90,8 @@ def test_nothing_answers_without_a_key_and_a_run_leaves_no_secret(shared: connec
         assert not [line for line in seen.lines if value in line], f"{name} is on a command line"
     assert stat.S_IMODE(keys_file().stat().st_mode) == 0o600
     found = {name: [str(path) for path in _files_with(value, home, tmp_path)] for name, value in mine.items()}
+    logs = (home / "runs" / "canary" / "logs").glob("evaluate-*.log")
+    assert any("printed by the reward: (removed) (removed) (removed)" in log.read_text() for log in logs)
     assert {name: paths for name, paths in found.items() if paths} == {
         "keys.prefect": [str(keys_file())],
         "keys.mlflow": [str(keys_file())],
