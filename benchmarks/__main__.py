@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("trainer_step", "rollout_engine", "generation", "weight_sync", "grpo_run", "platform_overhead")
+MODULES = ("trainer_step", "rollout_engine", "teacher_scoring", "generation", "weight_sync", "grpo_run", "platform_overhead")
 
 
 def main() -> int:

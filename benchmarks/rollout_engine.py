@@ -36,9 +36,9 @@ _VERSIONS = ("trl", "transformers", "tokenizers", "aiohttp", "uvloop", "numpy")
 
 
 @contextlib.contextmanager
-def stub(folder: Path) -> Iterator[tuple[str, int]]:
+def stub(folder: Path, module: str = "benchmarks.stub_vllm") -> Iterator[tuple[str, int]]:
     """The stub server's URL and process id."""
-    command = [sys.executable, "-m", "benchmarks.stub_vllm", str(folder / "answers.json")]
+    command = [sys.executable, "-m", module, str(folder / "answers.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -50,10 +50,10 @@ def stub(folder: Path) -> Iterator[tuple[str, int]]:
             process.send_signal(signal.SIGTERM)
 
 
-def measure(side: str, plan: Plan, memory_every: int) -> dict[str, Any]:
-    """One run in a process of its own; its output goes to a file that is shown if it fails."""
+def measure(side: str, plan: Plan, memory_every: int, module: str = "benchmarks.rollout_engine") -> dict[str, Any]:
+    """One run of `module --side` in a process of its own; its output goes to a file that is shown if it fails."""
     fields = json.dumps({**dataclasses.asdict(plan), "folder": str(plan.folder)})
-    command = [sys.executable, "-m", "benchmarks.rollout_engine", "--side", side, fields, str(memory_every)]
+    command = [sys.executable, "-m", module, "--side", side, fields, str(memory_every)]
     log = plan.folder / f"{side}.log"
     with open(log, "w") as stream:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stream, text=True, check=False)

@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from benchmarks import rollout_script
+
+if TYPE_CHECKING:
+    from trainers.config import TrainerConfig
 
 NUM_GENERATIONS = 8
 CONCURRENCY = 256
@@ -99,11 +102,16 @@ class Meter:
 
 def run(side: str, plan: Plan, memory_every: int) -> dict[str, Any]:
     """Measure one engine: `ours` or `trl`."""
+    return measured({"ours": _ours, "trl": _trl}[side](plan), plan, memory_every)
+
+
+def measured(source: Iterator[Taken], plan: Plan, memory_every: int) -> dict[str, Any]:
+    """What an engine does per second and sample, by what is taken from it."""
     meter = Meter(psutil.Process(plan.stub_pid))
     first: Mark | None = None
     last: Mark | None = None
     memory: dict[int, float] = {}
-    for taken in {"ours": _ours, "trl": _trl}[side](plan):
+    for taken in source:
         meter.add(taken)
         passed = meter.samples // memory_every
         if passed and passed * memory_every not in memory:
@@ -120,7 +128,6 @@ def run(side: str, plan: Plan, memory_every: int) -> dict[str, Any]:
 
 def _ours(plan: Plan) -> Iterator[Taken]:
     from trainers.config import GRPOConfig
-    from trainers.rollouts.process import RolloutProcess
 
     prompts = plan.samples // NUM_GENERATIONS
     config = GRPOConfig.model_validate(
@@ -140,6 +147,13 @@ def _ours(plan: Plan) -> Iterator[Taken]:
             "score_centering": False,  # it would ask the server for more than TRL does
         }
     )
+    yield from steps_taken(config, plan.folder, prompts)
+
+
+def steps_taken(config: TrainerConfig, folder: Path, prompts: int) -> Iterator[Taken]:
+    """The steps of a rollout process, taken as the trainer takes them; at the end every prompt must have been trained."""
+    from trainers.rollouts.process import RolloutProcess
+
     source = RolloutProcess(config)
     try:
         source.start(resume_dir=None, version=0, world_size=1, resume_step=0)
@@ -153,7 +167,7 @@ def _ours(plan: Plan) -> Iterator[Taken]:
             source.committed(index)
             source.synced(index)
             index += 1
-        _check_accounts(source.snapshot(plan.folder), prompts)
+        _check_accounts(source.snapshot(folder), prompts)
     finally:
         source.close()
 
@@ -166,20 +180,11 @@ def _check_accounts(state: dict[str, Any], prompts: int) -> None:
 
 
 def _trl(plan: Plan) -> Iterator[Taken]:
-    import datasets
-    from accelerate import PartialState
-    from transformers import AutoTokenizer
     from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-    PartialState()  # as a trainer has it: without, the worker's logger raises
-    tokenizer = AutoTokenizer.from_pretrained(plan.folder)
-    rows = [json.loads(line) for line in (plan.folder / "dataset.jsonl").read_text().splitlines()]
     worker = AsyncRolloutWorker(
-        model_name=rollout_script.MODEL,
-        dataset=datasets.Dataset.from_list(rows),
+        **worker_arguments(plan.folder),
         reward_funcs=[rollout_script.alternating],
-        processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id],
         tools=[rollout_script.multiply] if plan.turns > 1 else None,
         num_generations=NUM_GENERATIONS,
         max_inflight_tasks=CONCURRENCY,
@@ -187,6 +192,28 @@ def _trl(plan: Plan) -> Iterator[Taken]:
         vllm_server_url=plan.url,
         max_tokens=_MAX_TOKENS,
     )
+    yield from samples_taken(worker)
+
+
+def worker_arguments(folder: Path) -> dict[str, Any]:
+    """What each of TRL's workers is given."""
+    import datasets
+    from accelerate import PartialState
+    from transformers import AutoTokenizer
+
+    PartialState()  # as a trainer has it: without, the worker's logger raises
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    return {
+        "model_name": rollout_script.MODEL,
+        "dataset": datasets.Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        "eos_token_ids": [tokenizer.eos_token_id],
+    }
+
+
+def samples_taken(worker: Any) -> Iterator[Taken]:
+    """The samples of one of TRL's workers, taken as its trainer takes them."""
     worker.start()
     try:
         while True:
