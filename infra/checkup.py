@@ -110,11 +110,8 @@ def capabilities(found: Features, gpus_seen: bool) -> Iterator[Finding]:
     if not gpus_seen:
         yield Finding("vLLM", "ok", "Rust front end and candidate sets: on GPUs only")
         return
-    if found.rust:
-        yield Finding("vLLM", "ok", f"Rust front end: {found.rust}")
-    else:
-        remedy = "none needed: several API processes share the work (docs/serving.md); a build with vllm-rs is faster"
-        yield Finding("vLLM", "warn", "Rust front end: not in this build", remedy)
+    rust = f"{found.rust}, used where it is asked for" if found.rust else "not in this build, and needed by nothing"
+    yield Finding("vLLM", "ok", f"Rust front end: {rust}")
     if found.takes("return_sampling_mask"):
         yield Finding("vLLM", "ok", "candidate sets (--return-sampling-mask): returned")
     else:
