@@ -44,8 +44,8 @@ def leases(registry: Registry, clock: Clock) -> Iterator[LeaseManager]:
 
 
 def make(registry: Registry, run_id: str, leases: LeaseManager, clock: Clock, **limits: Any) -> Meter:
-    busy_s: Callable[[], float] = limits.pop("busy_s", lambda: 0.0)
-    return Meter(registry, run_id, leases, LimitsConfig(**limits), clock, busy_s)
+    busy_s: Callable[[], float] = limits.pop("busy_s", lambda: 0.0)  # of the students
+    return Meter(registry, run_id, leases, LimitsConfig(**limits), clock, lambda: {"student": busy_s()})
 
 
 def by_attempt(registry: Registry, run_id: str) -> dict[tuple[int, str], float]:
