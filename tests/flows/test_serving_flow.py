@@ -136,6 +136,7 @@ def test_a_run_that_is_killed_finds_its_kept_server_again_and_gives_it_its_weigh
     run: subprocess.Popen[bytes] | None = None
     try:
         wait_for(lambda: "kept as policy at" in log.read_text() or serving.poll() is not None, "the server is ready", 600)
+        assert serving.poll() is None, log.read_text()[-5000:]
         (row,) = registry.list_servers(running=True)
         servers = {"student": {"url": "name:policy"}}
         path = write_experiment(tmp_path, model, prompts=30, name="attached", save_steps=2, servers=servers)
@@ -160,6 +161,6 @@ def test_a_run_that_is_killed_finds_its_kept_server_again_and_gives_it_its_weigh
             run.kill()
             run.wait()
         serving.terminate()
-        serving.wait(120)
+        serving.wait(300)
     wait_for(lambda: processes(home) == [], "no process is left", 60)
     assert registry.list_servers(running=True) == [] and registry.list_leases() == []
