@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from infra.errors import ServerStartFailed
 
@@ -23,6 +24,9 @@ FIND_TIMEOUT_S = 60.0
 FIND = "import importlib.util as u; s = u.find_spec('vllm'); print(next(iter(s.submodule_search_locations)) if s else '')"
 # Only one kind of build has these libraries.
 LIBRARIES = {"cpu": "_C_AVX*.so", "rocm": "_rocm_C*.so", "cuda": "cumem_allocator*.so"}
+# Servers start side by side in threads, and Python 3.11's parser is not safe in several at once ("AST constructor recursion
+# depth mismatch"); besides, reading once is enough.
+_reading = Lock()
 FLAG = re.compile(r"""["']--([a-z][a-z0-9-]+)["']""")
 
 
@@ -49,7 +53,8 @@ def installed(python: str | None = None, env: Mapping[str, str] | None = None) -
     if folder is None:
         remedy = "pip install 'loopwright[cpu]' (or [gpu]), or name an interpreter that has it: servers.student.python"
         raise ServerStartFailed(f"{python or sys.executable} has no vLLM: {remedy}", "user")
-    return read(folder)
+    with _reading:
+        return read(folder)
 
 
 @cache
