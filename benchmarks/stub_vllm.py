@@ -17,7 +17,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvloop
 
@@ -65,10 +65,16 @@ class Script:
         return response(head + ECHO + ids + tail)
 
 
+class Answers(Protocol):
+    """What a connection asks."""
+
+    def answer(self, request: bytes, body: bytes) -> bytes: ...
+
+
 class Connection(asyncio.Protocol):
     """One keep-alive connection; requests carry a Content-Length."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Answers) -> None:
         self._script, self._data = script, b""
         self._transport: asyncio.Transport | None = None
 
@@ -89,7 +95,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(self._script.answer(head, body))
 
 
-async def serve(script: Script) -> None:
+async def serve(script: Answers) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

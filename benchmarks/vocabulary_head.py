@@ -49,7 +49,9 @@ def _trl(targets: torch.Tensor) -> Loss | None:
 
 def _liger(targets: torch.Tensor) -> Loss | None:
     try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            LigerFusedLinearCrossEntropyFunction,
+        )
     except ImportError:
         return None
 

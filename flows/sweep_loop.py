@@ -46,15 +46,15 @@ class Runner(Protocol):
         """Whether this trial could start now: its devices are free, and no older process of its run is left."""
         ...
 
-    def start(self, number: int, config: RunConfig) -> None:
+    def start(self, number: int, config: RunConfig, /) -> None:
         """Begin or resume the run of trial `number`."""
         ...
 
-    def ended(self, number: int) -> str | None:
+    def ended(self, number: int, /) -> str | None:
         """How the trial's process ended; None: it runs."""
         ...
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, /) -> None:
         """Ask the trial to end; it takes as long as it needs to."""
         ...
 
