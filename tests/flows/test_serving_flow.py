@@ -163,4 +163,6 @@ def test_a_run_that_is_killed_finds_its_kept_server_again_and_gives_it_its_weigh
         serving.terminate()
         serving.wait(300)
     wait_for(lambda: processes(home) == [], "no process is left", 60)
+    # The script that served was ended by a signal, with the port of its own Prefect server still leased.
+    assert start("reap", log=tmp_path / "run.log").wait(120) == 0
     assert registry.list_servers(running=True) == [] and registry.list_leases() == []
