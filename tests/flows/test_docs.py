@@ -29,7 +29,7 @@ def test_every_metric_and_every_field_has_its_row() -> None:
     assert "| `dataset.path` | string | required |" in config
     assert "| `eval.dataset.path` | string | required with `eval` |" in config
     assert "| `tags` | mapping | `{}` |" in config
-    assert config.count("| `learning_rate` |") == 2  # the flows' defaults differ, so each has its own row
+    assert config.count("| `learning_rate` |") == 3  # the flows' defaults differ, so each has its own row
     assert config.count("| `seed` |") == 1
 
 
