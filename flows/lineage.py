@@ -47,9 +47,10 @@ def note_registered(registry: Registry, run: RunRow, config: RunConfig, step: in
 
 def _parents(registry: Registry, run: RunRow, config: RunConfig) -> list[ArtefactRow]:
     facts = (provenance.read(Path(run.output_dir)) if run.output_dir else None) or {}
+    dataset = _dataset(registry, config, facts.get("dataset", {}))
     base = _base_model(registry, config.model, _digest(facts.get("model", {})))
     teachers = [_base_model(registry, model) for model in teacher_models(registry, config).values()]
-    return [_dataset(registry, config, facts.get("dataset", {})), base, *teachers]
+    return [dataset, base, *teachers]
 
 
 def teacher_models(registry: Registry, config: RunConfig) -> dict[str, str]:
