@@ -27,6 +27,7 @@ def make_cases() -> list[dict[str, Any]]:
     # From near certainty (tiny numbers, written with exponents) to indifference; some tokens are impossible.
     scores = np.log(rng.dirichlet(np.full(VOCABULARY, 0.02), LENGTH - 1) + 1e-30)
     scores[5:20] = np.log(rng.dirichlet(np.ones(VOCABULARY), 15))
+    scores[30] = np.where(np.arange(VOCABULARY) == 5, -1e-7, -20.0)
     table = scores.astype(np.float32).astype(float)
     table[table < -60] = -np.inf
     tokens[1::3] = table.argmax(axis=1)[::3]
