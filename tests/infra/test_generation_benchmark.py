@@ -32,7 +32,7 @@ def key(vllm_server, monkeypatch):
 
 
 def test_all_forms_are_measured_and_set_against_the_first(vllm_server):
-    args = Namespace(concurrent=4, prompt=8, output=8, rounds=2, vocabulary=64)
+    args = Namespace(concurrent=4, prompt=8, output=8, rounds=2, vocabulary=64, one_by_one=False)
     found = asyncio.run(measure(Server(vllm_server.url, vllm_server.key, vllm_server.model_dir), args))
     speed = found["tokens_per_s"]
     assert set(speed) == set(found["client_cpu"]) == {"none", "sampled", "top8"}
