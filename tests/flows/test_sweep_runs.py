@@ -141,7 +141,8 @@ def test_bad_input_is_told_in_lines_and_starts_nothing(home: Path, tmp_path: Pat
     hint = "unknown field `learning_rat` in SFTRunConfig: did you mean `learning_rate`?"
     assert all(line.startswith("error: ") and line.endswith(hint) for line in done.stderr.splitlines())
     done = subprocess.run([*command[:3], "sweep", "show", "none"], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (2, "error: no sweep is named 'none'\n")
+    told = "error: no sweep is named 'none'; there is none yet; `loopwright sweep run FILE` starts one\n"
+    assert (done.returncode, done.stderr) == (2, told)
     assert Registry().list_sweeps() == [] and not (home / "prefect").exists()
 
 

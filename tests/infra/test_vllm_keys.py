@@ -129,7 +129,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(PLUGIN), "VLLM_API_KEY": KEY}
+    env = os.environ | {"PYTHONPATH": str(PLUGIN), "VLLM_API_KEY": KEY, "VLLM_SERVER_DEV_MODE": "1"}
     command = [sys.executable, "-c", RUN_PROXY, str(port), str(path)]
     with ThreadingUnixStreamServer(str(path), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -196,7 +196,7 @@ def test_the_proxy_needs_a_key_to_start(tmp_path):
 
 
 def test_the_proxy_ends_with_the_server_behind(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(PLUGIN), "VLLM_API_KEY": KEY}
+    env = os.environ | {"PYTHONPATH": str(PLUGIN), "VLLM_API_KEY": KEY, "VLLM_SERVER_DEV_MODE": "1"}
     code = RUN_PROXY.replace('["sleep", "600"]', '["sleep", "0.5"]')
     done = subprocess.run(
         [sys.executable, "-c", code, "0", str(tmp_path / "s")], env=env, capture_output=True, text=True, timeout=60, check=False
