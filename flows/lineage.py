@@ -60,10 +60,14 @@ def teacher_models(registry: Registry, config: RunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, teacher in config.servers.teachers.items():
         source = resolve(teacher.model or str(teacher.url))
-        kept_as = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
-        row = next((row for row in registry.list_servers() if row.run_id is None and row.name == kept_as), None)
-        found[name] = row.details.get("model", source) if row is not None else resolve_model(source)
+        found[name] = _model_kept_by(registry, source) if source.startswith(PREFIX) else resolve_model(source)
     return found
+
+
+def _model_kept_by(registry: Registry, address: str) -> str:
+    """That of the newest server kept by the name, whether it still runs or not; the address where none is known."""
+    rows = [row for row in registry.list_servers() if row.run_id is None and row.name == address.removeprefix(PREFIX)]
+    return rows[-1].details.get("model", address) if rows else address
 
 
 def _dataset(registry: Registry, config: RunConfig, facts: dict[str, Any]) -> ArtefactRow:

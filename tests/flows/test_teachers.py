@@ -320,6 +320,7 @@ def test_a_started_one_scores_only_is_a_token_longer_and_keeps_its_address(
 
 def test_the_models_of_teachers_are_known_by_folder_by_name_or_by_address(home: Path, config: Make, tmp_path: Path) -> None:
     registry = Registry()
-    registry.record_server(None, "judge", URL, 1, details={"model": "org/judge", "key": "file"})
+    for model in ("org/earlier", "org/judge"):  # the newest by this name is the one that was asked
+        registry.record_server(None, "judge", URL, 1, details={"model": model, "key": "file"})
     made = config(teachers={"a": {"model": str(tmp_path / "math")}, "b": {"url": "name:judge"}, "c": {"url": URL}})
     assert teacher_models(registry, made) == {"a": str(tmp_path / "math"), "b": "org/judge", "c": URL}
