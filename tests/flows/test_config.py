@@ -64,6 +64,7 @@ def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() ->
         ({"servers": {"student": {"url": []}}}, "the list of servers is empty"),
         ({"servers": {"student": {"url": ["http://a", "b:1"]}}}, "starts with http"),
         ({"servers": {"student": {"url": ["http://a", "http://a/"]}}}, "http://a is named twice"),
+        ({"servers": {"student": {"url": ["http://localhost:1", "http://127.0.0.1:1"]}}}, "http://127.0.0.1:1 is named twice"),
         ({"servers": {"student": {"url": "http://a", "count": 2}}}, "count=2 is for servers that the run starts"),
         ({"trainer": {"ranks": 2, "gpus": 1}}, "each rank takes one GPU"),
         ({"tracking": {"uri": "http://me:secret@host"}}, "leave the password out"),

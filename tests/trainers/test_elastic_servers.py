@@ -13,7 +13,7 @@ from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tokenizer
 from trainers.errors import ServerError, WeightSyncError
-from trainers.roster import SERVERS_FILE, Listed, Roster, Serving, read_servers, read_serving, write_servers
+from trainers.roster import SERVERS_FILE, Listed, Roster, Serving, plain_url, read_servers, read_serving, write_servers
 from trainers.server import ServerFacts
 from trainers.weight_sync.sync import ServerSync
 
@@ -228,6 +228,24 @@ def test_a_server_that_does_not_fit_is_refused_once_and_the_run_goes_on(tmp_path
 # The files
 
 
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        (" http://Box:8000/v1/ ", "http://box:8000"),
+        ("HTTP://LocalHost:8000", "http://127.0.0.1:8000"),
+        ("http://0.0.0.0:8000/v1", "http://127.0.0.1:8000"),
+        ("http://localhost/A/v1", "http://127.0.0.1/A"),
+        ("http://localhost.lan:8000", "http://localhost.lan:8000"),
+        ("https://localhost:8000", "https://localhost:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("http://User:Word@box", "http://User:Word@box"),
+        ("${oc.env:URL}", "${oc.env:URL}"),
+    ],
+)
+def test_a_server_has_one_address_however_it_is_written(written, plain):
+    assert plain_url(written) == plain == plain_url(plain)
+
+
 def test_what_an_earlier_run_left_is_not_taken_for_this_ones_list(tmp_path):
     write_servers(tmp_path, [Listed("old", "http://old")])
     script, flow = Roster(tmp_path), Roster(tmp_path, current=True)
@@ -248,6 +266,7 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones_list(tmp_path):
         '{"servers": [{"name": "a", "url": "a:8000"}]}',
         '{"servers": [{"name": "a", "url": "http://[::1"}]}',
         '{"servers": [{"name": "a", "url": "http://a"}, {"name": "b", "url": "http://a/"}]}',
+        '{"servers": [{"name": "a", "url": "http://127.0.0.1:8000"}, {"name": "b", "url": "http://localhost:8000/v1"}]}',
         '{"servers": [{"name": "a", "url": "http://a"}, {"name": "a", "url": "http://b"}]}',
     ],
 )
