@@ -4,6 +4,9 @@
 
 All requests count, whoever sent them: rollouts, evaluations, the probe after a weight sync. A server that does not answer
 (it starts, it hangs, it is being replaced) is not busy.
+
+This is no part of `flows.server_health`: that asks servers given by URL too, only while a trainer runs, for /health, which an
+engine that is dead fails and /metrics does not. The trainer's own look at /metrics ends with the training.
 """
 
 from __future__ import annotations
@@ -57,8 +60,9 @@ class Busy:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._closed.wait(EVERY_S):
-            self.look()
+        with self._looks:  # ended here, so that no look meets it ended
+            while not self._closed.wait(EVERY_S):
+                self.look()
 
     def look(self) -> None:
         """Once at every server."""
@@ -78,4 +82,3 @@ class Busy:
 
     def close(self) -> None:
         self._closed.set()
-        self._looks.shutdown(wait=False, cancel_futures=True)

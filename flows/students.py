@@ -88,7 +88,7 @@ class Students:
         """
         if not self._given:
             self._fleet.lease(self._config.servers.student.count)
-            self._busy.start()
+        self._busy.start()  # a run with given ones may be asked to start some besides
 
     def ensure(self) -> None:
         """Every server up and able to do what the run needs: those there are, else new ones. One given by URL that was there

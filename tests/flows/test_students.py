@@ -235,6 +235,16 @@ def test_a_later_attempt_begins_without_a_given_server_that_is_away_and_lists_it
         made.students.ensure()
 
 
+def test_one_that_is_started_beside_given_ones_is_looked_at_for_requests(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakePlace, "gpus", 1)
+    monkeypatch.setattr("flows.busy.EVERY_S", 0.01)
+    page = SimpleNamespace(text="vllm:num_requests_running 1.0\n")
+    monkeypatch.setattr("flows.busy.request", lambda url, *_, **__: page)
+    made = run(servers={"student": {"url": "http://127.0.0.1/a"}}).begin()
+    made.ask("add")
+    made.tend_until(lambda: made.students.busy_gpu_s()["student"] > 0)
+
+
 def test_a_given_server_that_lacks_something_is_refused(run: Any) -> None:
     made = run(servers={"student": {"url": "http://127.0.0.1/a"}})
     made.refused["http://127.0.0.1/a"] = ServerCapabilityError("add --enable-scale-out")
