@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flows.config_servers import ServerConfig
+from infra.gpus import visible_gpus
 from infra.home import home
-from infra.leases import GpuLease, LeaseManager, PortLease, visible_gpus
+from infra.leases import GpuLease, LeaseManager, PortLease
 from infra.registry import Registry, RunRow
 from infra.vllm import Needs, ServerSpec, VLLMServer, start_server
 from trainers.references import resolve
