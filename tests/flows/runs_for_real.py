@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
+from flows import connections, services
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import wait_until
 
@@ -90,6 +91,19 @@ def start(*arguments: str, log: Path, **environment: str) -> subprocess.Popen[by
     """`loopwright ARGUMENTS`, its output in `log`."""
     with log.open("ab") as output:
         return subprocess.Popen([*LOOPWRIGHT, *arguments], stdout=output, stderr=output, env={**os.environ, **environment})
+
+
+@contextmanager
+def services_up(home: Path, log: Path, *arguments: str) -> Iterator[connections.Up]:
+    """`loopwright up ARGUMENTS`, and `down` at the end, after which none of their processes may be left."""
+    try:
+        assert start("up", *arguments, log=log).wait(700) == 0, log.read_text()
+        up = services.running()
+        assert up is not None
+        yield up
+    finally:
+        assert start("down", log=log).wait(180) == 0, log.read_text()
+    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 280.0) -> Any:

@@ -10,9 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from flows import services
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, sft_config, start, wait_for
+from tests.flows.runs_for_real import services_up, sft_config, start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 PATIENCE_S = 900.0
@@ -20,16 +19,11 @@ PATIENCE_S = 900.0
 
 @pytest.fixture
 def api(home: Path, tmp_path: Path) -> Iterator[httpx.Client]:
-    log = tmp_path / "up.out"
-    try:
-        assert start("up", log=log).wait(700) == 0, log.read_text()
-        up = services.running()
-        assert up is not None
-        with httpx.Client(base_url=up.prefect_url, timeout=60.0, trust_env=False) as client:
-            yield client
-    finally:
-        assert start("down", log=log).wait(180) == 0, log.read_text()
-    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
+    with (
+        services_up(home, tmp_path / "up.out") as up,
+        httpx.Client(base_url=up.prefect_url, timeout=60.0, trust_env=False) as client,
+    ):
+        yield client
 
 
 def deployment(api: httpx.Client, name: str) -> dict[str, Any]:

@@ -13,23 +13,16 @@ import pytest
 
 from flows import services
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, sft_config, start, state_of, trigger, wait_for, wait_for_end
+from tests.flows.runs_for_real import services_up, sft_config, state_of, trigger, wait_for, wait_for_end
 
 
 @pytest.mark.timeout(900)
 def test_a_flow_started_through_the_api_fails_with_its_cause_and_is_retried_to_its_end(home: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    try:
-        assert start("up", log=log).wait(300) == 0, log.read_text()
-        up = services.running()
-        assert up is not None
+    with services_up(home, tmp_path / "log") as up:
         with httpx.Client(base_url=up.prefect_url, timeout=30.0, trust_env=False) as api:
             _fails_then_finishes(api, tmp_path, up.prefect_url)
         assert httpx.get(f"{up.mlflow_url}/health", trust_env=False).status_code == 200
-    finally:
-        assert start("down", log=log).wait(120) == 0, log.read_text()
     assert services.running() is None
-    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
     assert Registry().list_leases() == []
 
 

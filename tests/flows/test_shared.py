@@ -25,7 +25,7 @@ from flows.sharing import shared_host
 from infra.errors import InfraError
 from infra.keys import keys_file, read_keys
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, sft_config, start, trigger, wait_for, wait_for_end
+from tests.flows.runs_for_real import processes, services_up, sft_config, trigger, wait_for_end
 from trainers.errors import ConfigError
 
 CANARIES = {
@@ -63,16 +63,10 @@ print(json.dumps(sorted(paths)))
 def shared(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[connections.Up]:
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    log = tmp_path / "up.out"
-    try:
-        ports = ("--prefect-port", "0", "--mlflow-port", "0")
-        assert start("up", "--shared", "--host", "127.0.0.1", *ports, log=log).wait(700) == 0, log.read_text()
-        up = services.running()
-        assert up is not None and up.shared and up.tracked
+    ports = ("--prefect-port", "0", "--mlflow-port", "0")
+    with services_up(home, tmp_path / "up.out", "--shared", "--host", "127.0.0.1", *ports) as up:
+        assert up.shared and up.tracked
         yield up
-    finally:
-        assert start("down", log=log).wait(120) == 0, log.read_text()
-    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 
 from flows import services
 from infra.registry import Registry
-from tests.flows.runs_for_real import processes, sft_config, start, trigger, wait_for, wait_for_end
+from tests.flows.runs_for_real import processes, services_up, sft_config, start, trigger, wait_for_end
 from tests.support.postgres import PASSWORD, PostgresServer
 
 
@@ -34,11 +34,8 @@ def test_the_databases_are_on_one_postgres(
     if in_postgres := _has_trigrams(prefect_url):
         monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", prefect_url.replace("+psycopg", "+asyncpg"))
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", mlflow_url)
-    log = tmp_path / "up.out"
-    try:
-        assert start("up", log=log).wait(700) == 0, log.read_text()
-        up = services.running()
-        assert up is not None and up.tracked and not up.shared
+    with services_up(home, tmp_path / "up.out") as up:
+        assert up.tracked and not up.shared
         _run(up.prefect_url, tmp_path)
         run = Registry(registry_url).get_run("team")
         assert (run.status, run.cause) == ("FINISHED", None)
@@ -48,9 +45,6 @@ def test_the_databases_are_on_one_postgres(
         files = httpx.get(f"{up.mlflow_url}/api/2.0/mlflow/artifacts/list", params=listed, trust_env=False).json()
         assert [file["path"] for file in files["files"]] == ["provenance/provenance-1.json"], "artefacts go through the server"
         _another_machine_starts_only_a_worker(up, tmp_path / "other")
-    finally:
-        assert start("down", log=log).wait(120) == 0, log.read_text()
-    wait_for(lambda: processes(home) == [], "nothing is left of the services", 60)
     assert not (home / "registry.db").exists() and not (home / "mlflow" / "mlflow.db").exists()
     assert (home / "prefect" / "prefect.db").exists() is not in_postgres
     holding = [path for path in home.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
