@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,11 @@ class Control:
         assert answer.status_code == expect, f"{path} answered {answer.status_code}: {answer.text[:500]}"
         return answer.json() if answer.text else None
 
-    def push(self, path: Path | str, version: str, **extra: str) -> None:
+    def pause(self) -> None:
         self.call("POST", "/pause", params={"mode": "keep", "clear_cache": True})
+
+    def push(self, path: Path | str, version: str, **extra: str) -> None:
+        self.pause()
         self.call("POST", "/start_weight_update")
         self.call("POST", "/update_weights", {"update_info": {"path": str(path), **extra}})
         self.call("POST", "/finish_weight_update", {"weight_version": version})
@@ -176,10 +179,19 @@ def test_requests_in_flight_go_on_under_the_new_weights(control, weights):
     def one(index: int) -> dict[str, Any]:
         return control.generate(prompts[index], temperature=1.0, seed=index, max_tokens=300, ignore_eos=True)
 
-    before = control.tokens_generated()
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    def paused_midway() -> list[Future[dict[str, Any]]]:
+        """The requests, in a server that paused before it had generated all of their tokens; empty when it had them."""
+        before = control.tokens_generated()
         answers = [pool.submit(one, index) for index in range(len(prompts))]
         wait_until(lambda: control.tokens_generated() > before + 40, what="tokens of running requests")
+        control.pause()
+        if control.tokens_generated() < before + 300 * len(prompts):
+            return answers
+        control.call("POST", "/resume")
+        return []
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = wait_until(paused_midway, 240, "a pause while requests run")
         control.push(weights / "1.safetensors", "1")
         choices = [answer.result() for answer in answers]
     assert {choice["finish_reason"] for choice in choices} == {"length"}
@@ -191,7 +203,7 @@ def test_requests_in_flight_go_on_under_the_new_weights(control, weights):
 
 
 def test_requests_sent_while_paused_wait(control):
-    control.call("POST", "/pause", params={"mode": "keep", "clear_cache": True})
+    control.pause()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(control.generate, [1, 4, 8, 5])
         time.sleep(0.3)
