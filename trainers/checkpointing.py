@@ -37,13 +37,12 @@ SMALLEST_BYTES = 1 << 20  # smaller tensors stay where they are; on a CPU, where
 class Kept:
     """A tensor that a layer will want back: on its device, or in host memory."""
 
-    __slots__ = ("arrived", "back", "device", "host", "tensor")
+    __slots__ = ("arrived", "device", "host", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.device = tensor.device
         self.host: torch.Tensor | None = None
-        self.back: torch.Tensor | None = None
         self.arrived: Any = None  # the event of its copy back
 
 
@@ -56,13 +55,14 @@ class Keeper:
 
     def __init__(self, offload: bool) -> None:
         self.offload = offload
-        self._layers: list[list[Kept]] = []  # what each call of a layer has in host memory, oldest first
+        self._layers: list[list[Kept]] = []  # what each call of a layer has in host memory, oldest first; none is empty
+        self._layer: list[Kept] = []  # of the call under way
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._stream: torch.cuda.Stream | None = None
 
     def begin_layer(self) -> None:
         """What is kept from now on belongs to the next layer."""
-        self._layers.append([])
+        self._layer = []
 
     def keep(self, tensor: torch.Tensor) -> Kept:
         kept = Kept(tensor)
@@ -72,64 +72,53 @@ class Keeper:
 
     def fetch(self, kept: Kept) -> torch.Tensor:
         """The tensor. What else its layer kept, and what the one before kept, starts on its way back."""
-        if kept.tensor is not None:
-            return kept.tensor
-        while self._layers and kept in self._layers[-1]:
-            layer = self._layers.pop()
-            for other in reversed(layer):
+        if self._layers and kept in self._layers[-1]:
+            for other in reversed(self._layers.pop()):
                 self._bring(other)
-            self._layers = [layer for layer in self._layers if layer]
             for other in self._layers[-1] if self._layers else ():
                 self._bring(other)
-        tensor = kept.back
-        assert tensor is not None, "layers are computed again in another order than the reverse of their forward"
+        assert kept.tensor is not None, "layers are computed again in another order than the reverse of their forward"
         if kept.arrived is not None:
             torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
-        return tensor
+        return kept.tensor
 
     def _send(self, kept: Kept) -> None:
-        tensor, kept.tensor = kept.tensor, None
-        assert tensor is not None
-        tensor = tensor.detach()
+        assert kept.tensor is not None
+        tensor, kept.tensor = kept.tensor.detach(), None
         kept.host = self._buffer(tensor)
-        if tensor.device.type == "cuda":
-            stream = self._side(tensor.device)
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(stream):
-                kept.host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)
-        else:
-            kept.host.copy_(tensor)
-        self._layers[-1].append(kept)
+        self._copy(kept.host, tensor, tensor)
+        if not self._layer:
+            self._layers.append(self._layer)
+        self._layer.append(kept)
 
     def _bring(self, kept: Kept) -> None:
         """Start the copy back, unless it is under way. The buffer is free for the next forward: its copies come after, on the
         same stream."""
-        if kept.back is not None:
+        if kept.host is None:
             return
-        assert kept.host is not None
-        kept.back = torch.empty_like(kept.host, device=kept.device)
-        if kept.device.type == "cuda":
-            stream = self._side(kept.device)
-            # The memory may have been another tensor's, whose last use is on the compute stream.
-            stream.wait_stream(torch.cuda.current_stream(kept.device))
-            with torch.cuda.stream(stream):
-                kept.back.copy_(kept.host, non_blocking=True)
-                kept.arrived = stream.record_event()
-            kept.back.record_stream(stream)
-        else:
-            kept.back.copy_(kept.host)
+        kept.tensor = torch.empty_like(kept.host, device=kept.device)
+        kept.arrived = self._copy(kept.tensor, kept.host, kept.tensor)
         self._free[kept.host.shape, kept.host.dtype].append(kept.host)
         kept.host = None
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         free = self._free[tensor.shape, tensor.dtype]
-        return free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> Any:
+        """Copy on the side stream, after what the compute stream was given so far: that makes `on_device`, one of the two, or
+        was the last to use its memory. Returns the copy's event; None: it is done."""
+        if not on_device.is_cuda:
+            target.copy_(source)
+            return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
+            self._stream = torch.cuda.Stream(on_device.device)
+        self._stream.wait_stream(torch.cuda.current_stream(on_device.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        on_device.record_stream(self._stream)
+        return event
 
 
 def _is_attention(function: Any) -> bool:
@@ -200,7 +189,7 @@ def enable(model: PreTrainedModel, *, kwargs: dict[str, Any] | None, save_attent
         given["context_fn"] = partial(_contexts, keeper)
     model.gradient_checkpointing_enable(given)
     model.enable_input_require_grads()
-    if keeper is not None:
+    if keeper is not None and offload:
         for module in model.modules():
             if getattr(module, "_gradient_checkpointing_func", None) is not None:
                 setattr(module, "_gradient_checkpointing_func", partial(_kept_by, keeper, given))  # noqa: B010

@@ -49,7 +49,5 @@ class _Tiled:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[-2] <= self.tile_tokens:
             return self.forward(hidden)
-        if not torch.is_grad_enabled():
-            return torch.cat([self.forward(tile) for tile in hidden.split(self.tile_tokens, -2)], -2)
         tiles = [checkpoint(self.forward, tile, use_reentrant=False) for tile in hidden.split(self.tile_tokens, -2)]
         return torch.cat(tiles, -2)  # type: ignore[arg-type]
