@@ -15,7 +15,7 @@ from typing import Any
 from flows.config import DistillationRunConfig, GeneratingRunConfig, GRPORunConfig, RunConfig
 from flows.config_file import ConfigErrors
 from flows.convert import resolve_model
-from flows.preflight_teachers import check_teachers
+from flows.preflight_servers import check_student, check_teachers
 from trainers.config_parts import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
@@ -58,7 +58,7 @@ def preflight(config: RunConfig) -> None:
             lines.append(f"eval.reward_func: is required for a {kind} run, which has no reward functions to score with")
     if isinstance(config, GeneratingRunConfig):
         lines.extend(check_conversations(config))
-        lines.extend(check_server("servers.student", config))
+        lines.extend(check_student(config))
     if isinstance(config, DistillationRunConfig):
         lines.extend(check_teachers(config, check_model))
     lines.extend(check_gpus(config))
@@ -153,30 +153,6 @@ def check_storage(config: RunConfig) -> Iterator[str]:
             config.storage.of_run(str(config.name)).quick_check()
         except StorageError as error:
             yield f"storage.uri: {_first_line(error)}"
-
-
-def check_server(name: str, config: GeneratingRunConfig) -> Iterator[str]:
-    """A server given by URL is up and can do what the run needs; the interpreter for one that is started is there."""
-    server = config.servers.student
-    if not server.urls:
-        python = resolve(server.python)
-        if python is not None and shutil.which(python) is None:
-            yield f"{name}.python: there is no program {python}"
-        return
-    from flows.named_servers import address_of
-    from flows.student import needs
-    from infra.errors import InfraError
-    from infra.vllm import lacking, probe
-
-    for given in server.urls:
-        try:
-            url, key = address_of(given, server)
-            missing = lacking(probe(url, key), needs(config))
-        except InfraError as error:
-            yield f"{name}.url: {_first_line(error)}"
-            continue
-        for line in missing:
-            yield f"{name}.url: the server at {url} cannot do what this run needs: {line}"
 
 
 def check_conversations(config: GeneratingRunConfig) -> Iterator[str]:

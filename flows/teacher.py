@@ -35,13 +35,7 @@ class Teacher(StartedServer):
     same_address = True
 
     def __init__(
-        self,
-        config: DistillationRunConfig,
-        run: RunRow,
-        registry: Registry,
-        leases: LeaseManager,
-        teacher: str,
-        key: str,
+        self, config: DistillationRunConfig, run: RunRow, registry: Registry, leases: LeaseManager, teacher: str, key: str
     ) -> None:
         given = config.servers.teachers[teacher]
         super().__init__(given, run, registry, leases, f"{PREFIX}{teacher}", key, config.vllm_server_timeout)

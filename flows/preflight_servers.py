@@ -1,17 +1,28 @@
-"""What can be known to be wrong with a distillation run's teachers before anything is started."""
+"""What can be known to be wrong with a run's servers, students and teachers, before anything is started."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flows.config import DistillationRunConfig
-from flows.config_servers import TeacherConfig
+from flows.config import DistillationRunConfig, GeneratingRunConfig
+from flows.config_servers import ServerConfig, TeacherConfig
 from flows.convert import resolve_model
 from trainers.errors import ConfigError
 from trainers.references import resolve
+
+if TYPE_CHECKING:
+    from infra.vllm import Needs
+
+
+def check_student(config: GeneratingRunConfig) -> Iterator[str]:
+    from flows.student import needs
+
+    student = config.servers.student
+    yield from _check_server("server", "servers.student", student, student.urls, needs(config))
 
 
 def check_teachers(config: DistillationRunConfig, check_model: Callable[[str, str], Iterator[str]]) -> Iterator[str]:
@@ -20,33 +31,36 @@ def check_teachers(config: DistillationRunConfig, check_model: Callable[[str, st
     Args:
         check_model: problems with a model, and how to call its field.
     """
+    from flows.teacher import needs
+
     for name, teacher in config.servers.teachers.items():
         field = f"servers.teachers.{name}"
-        if teacher.url is not None:
-            yield from _check_given(f"{field}.url", teacher, config)
-            continue
-        yield from check_model(resolve(str(teacher.model)), f"{field}.model")
-        python = resolve(teacher.python)
-        if python is not None and shutil.which(python) is None:
-            yield f"{field}.python: there is no program {python}"
-        if teacher.max_model_len is None:
+        urls = [] if teacher.url is None else [teacher.url]
+        if not urls:
+            yield from check_model(resolve(str(teacher.model)), f"{field}.model")
+        yield from _check_server("teacher", field, teacher, urls, needs(config))
+        if not urls and teacher.max_model_len is None:
             yield from _check_length(field, teacher, config)
 
 
-def _check_given(field: str, teacher: TeacherConfig, config: DistillationRunConfig) -> Iterator[str]:
+def _check_server(what: str, field: str, config: ServerConfig, urls: Sequence[str], needs: Needs) -> Iterator[str]:
+    """Those at `urls` are up and can do what the run needs; for one that is started, its interpreter is there."""
     from flows.named_servers import address_of
-    from flows.teacher import needs
     from infra.errors import InfraError
     from infra.vllm import lacking, probe
 
-    try:
-        url, key = address_of(str(teacher.url), teacher)
-        missing = lacking(probe(url, key), needs(config))
-    except InfraError as error:
-        yield f"{field}: {str(error).splitlines()[0]}"
-        return
-    for line in missing:
-        yield f"{field}: the teacher at {url} cannot do what this run needs: {line}"
+    python = resolve(config.python)
+    if not urls and python is not None and shutil.which(python) is None:
+        yield f"{field}.python: there is no program {python}"
+    for given in urls:
+        try:
+            url, key = address_of(given, config)
+            missing = lacking(probe(url, key), needs)
+        except InfraError as error:
+            yield f"{field}.url: {str(error).splitlines()[0]}"
+            continue
+        for line in missing:
+            yield f"{field}.url: the {what} at {url} cannot do what this run needs: {line}"
 
 
 def _check_length(field: str, teacher: TeacherConfig, config: DistillationRunConfig) -> Iterator[str]:
