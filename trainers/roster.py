@@ -40,8 +40,8 @@ class Serving:
 
 
 def plain_url(url: str) -> str:
-    """A server's address in the one form in which addresses are compared: no trailing slash, no `/v1`, the host in small letters,
-    and this machine as 127.0.0.1 (with https as it is written: its certificate is for a name)."""
+    """A server's address in the one form in which addresses are compared: no trailing slash, no `/v1`, the host in small
+    letters, and this machine as 127.0.0.1 (with https as it is written: its certificate is for a name)."""
     plain = url.strip().rstrip("/").removesuffix("/v1")
     plain = re.sub(r"^https?://[^/@]+(?=/|$)", lambda host: host[0].lower(), plain, flags=re.IGNORECASE)
     return re.sub(r"^http://(localhost|0\.0\.0\.0)(?=[:/]|$)", "http://127.0.0.1", plain)
