@@ -21,6 +21,20 @@ from trainers.references import resolve
 STARTING_GRACE_S = 1.0
 
 
+def common_spec(given: ServerConfig, name: str, gpus: GpuLease) -> dict[str, Any]:
+    """Fields of a `ServerSpec` that the config says, or where it runs."""
+    return {
+        "name": name,
+        "python": resolve(given.python),
+        "device": "cuda" if gpus.devices else "cpu",
+        "tensor_parallel_size": given.tensor_parallel_size,
+        "max_model_len": given.max_model_len,
+        "dtype": given.dtype,
+        "extra_args": tuple(resolve(given.extra_args)),
+        "env": resolve(given.env),
+    }
+
+
 class StartedServer:
     """A place for one server; what is served, and what the run needs of it, say `flows.student` and `flows.teacher`.
 
@@ -61,17 +75,7 @@ class StartedServer:
         raise NotImplementedError
 
     def _common_spec(self) -> dict[str, Any]:
-        """Fields of the spec that `given` says, or where it runs."""
-        return {
-            "name": self.name,
-            "python": resolve(self._given.python),
-            "device": "cuda" if self._gpus.devices else "cpu",
-            "tensor_parallel_size": self._given.tensor_parallel_size,
-            "max_model_len": self._given.max_model_len,
-            "dtype": self._given.dtype,
-            "extra_args": tuple(resolve(self._given.extra_args)),
-            "env": resolve(self._given.env),
-        }
+        return common_spec(self._given, self.name, self._gpus)
 
     def lease(self) -> None:
         """Devices for as long as the place is kept; the port is leased with each start.
