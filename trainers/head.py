@@ -55,8 +55,11 @@ class _Form(NamedTuple):
     softcap: float | None
     chunk: int  # terms at a time
     candidates: Candidates | None
-    fused: bool  # by the kernels of `head_kernels`
-    keep: bool  # the last chunk's logits, for the backward
+    fused: bool  # by the kernels of `head_kernels`; the last chunk's logits are kept for the backward
+
+    def outside(self, targets: torch.Tensor, start: int, vocabulary: int) -> torch.Tensor | None:
+        """As in `Candidates`; None: every term of all chunks was sampled among the whole vocabulary."""
+        return None if self.candidates is None else self.candidates.outside(targets, start, vocabulary)
 
 
 class _Chunk(NamedTuple):
@@ -78,14 +81,9 @@ def _logits(
     return logits if bias is None else logits.add_(bias)
 
 
-def _raised(logits: torch.Tensor) -> torch.Tensor:
-    """In float32 or better."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
-
 def _scores(logits: torch.Tensor, form: _Form) -> torch.Tensor:
     """Scores of some logits, in float32 or better: softcap, then temperature."""
-    scores = _raised(logits)
+    scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if form.softcap is not None:
         scores = torch.tanh(scores / form.softcap) * form.softcap
     return scores * (1.0 / form.temperature)
@@ -170,14 +168,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, terms, form.chunk):
             part = slice(start, start + form.chunk)
             logits = _logits(hidden[part], weight, bias, buffer)
-            outside = None if form.candidates is None else form.candidates.outside(ids[part, 0], start, len(weight))
+            outside = form.outside(ids[part, 0], start, len(weight))
             read = _read(logits, ids[part], outside, form)
             lse[part], entropy[part], at_ids[part] = read.lse, read.entropy, read.at_ids
             # No id is likelier; equal up to rounding, because it is computed in two ways.
             target = at_ids[part, 0] + read.lse
             hit[part] = target >= read.largest - 1e-6 * read.largest.abs().clamp_min(1.0)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, at_ids)
-        ctx.form, ctx.kept = form, buffer if form.keep else None
+        ctx.form, ctx.kept = form, buffer
         ctx.mark_non_differentiable(entropy, hit)
         return at_ids, entropy, hit
 
@@ -203,7 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = buffer[: len(hidden) - start]
             else:
                 logits = _logits(hidden[part], weight, bias, buffer)
-            outside = None if form.candidates is None else form.candidates.outside(ids[part, 0], start, len(weight))
+            outside = form.outside(ids[part, 0], start, len(weight))
             d_logits = _gradient(logits, ids[part], outside, lse[part], at_ids[part], grads[0][part], form).to(weight.dtype)
             torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -255,8 +253,7 @@ def token_logprobs(
     if top_ids is None:
         top_ids = targets.new_empty((len(targets), 0))
     fused = can_fuse(hidden) and candidates is None
-    keep = fused and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    form = _Form(temperature, softcap, chunk or _chunk_terms(hidden, weight, fused), candidates, fused, keep)
+    form = _Form(temperature, softcap, chunk or _chunk_terms(hidden, weight, fused), candidates, fused)
     none = top_ids < 0
     ids = torch.cat([targets[:, None], torch.where(none, targets[:, None], top_ids)], 1)
     at_ids, entropy, hit = _TokenLogprobs.apply(hidden, weight, bias, ids, form)
