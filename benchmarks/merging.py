@@ -27,8 +27,9 @@ from typing import Any
 from flows import prefect_api
 from flows.config import GRPORunConfig
 from flows.config_file import merge_layers
+from flows.recipe_config import MERGED, SFT
 from flows.recipe_data import TEACHER_COLUMN, join
-from flows.recipe_plan import MERGED, RECIPE_TAG, SFT, STAGE_TAG, Plan
+from flows.recipe_plan import RECIPE_TAG, STAGE_TAG, Plan
 from flows.recipe_report import kept
 from flows.recipe_runs import FLOW, config_of_recipe
 from infra.registry import Registry, RunRow

@@ -24,13 +24,12 @@ from flows.evaluate_subject import Subject, subject
 from flows.evaluation import score
 from flows.failures import Outcome, Policy, RunFailed, describe
 from flows.named_servers import address_of
-from flows.reaping import reap_all
+from flows.reaping import begin_flow
 from flows.runs import plain_name
 from infra.errors import InfraError
 from infra.gpus import visible_gpus
 from infra.home import home
 from infra.leases import GpuLease, LeaseManager
-from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
 from infra.tracking import Tracker, default_uri
 from infra.tracking_tags import PARENT_TAG
@@ -44,10 +43,7 @@ def evaluate(config: EvaluateConfig) -> Any:
     Args:
         config: what is measured, on what, by which reward function.
     """
-    protect_references(config.model_dump(mode="json"))
-    redact_logs()
-    registry = Registry()
-    print(reap_all(registry))
+    registry = begin_flow(config)
     try:
         found = subject(config, registry)
         result = measure(config, found, registry)

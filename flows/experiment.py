@@ -6,7 +6,6 @@ A plain class on purpose: Prefect walks through the arguments of a task, and wou
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from flows import artifacts
 from flows.config import RunConfig, trainer_fields
 from flows.connections import mlflow_login, running
 from flows.costs import Meter
-from flows.failures import RunFailed, describe, failure_of
+from flows.failures import run_failed
 from flows.training import NoServers, Servers, TrainerJob
 from infra.gpus import visible_gpus
 from infra.leases import GpuLease, LeaseManager
 from infra.patience import plain
-from infra.redaction import redact
 from infra.registry import Registry, RunRow
 from infra.tracking import default_uri, end_run
 from trainers.references import resolve
@@ -116,10 +114,9 @@ class Experiment:
 
     def fail(self, error: Exception) -> str:
         """FAILED, with its cause, in registry and MLflow; the cause."""
-        cause = describe(error)
-        failure = error.failure if isinstance(error, RunFailed) else failure_of(error)
-        trace = error.traceback if isinstance(error, RunFailed) else redact(traceback.format_exc())
-        self.registry.update_run(self.run.id, status="FAILED", failure_class=failure, cause=cause, traceback=trace)
+        end = run_failed(error)
+        cause, failure = str(end), end.failure
+        self.registry.update_run(self.run.id, status="FAILED", failure_class=failure, cause=cause, traceback=end.traceback)
         self._end_mlflow("FAILED", cause, failure)
         return cause
 

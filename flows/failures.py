@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
+from traceback import format_exception
 from typing import get_args
 
 from flows.config import RetryConfig
@@ -75,6 +76,13 @@ def describe(error: BaseException) -> str:
     if isinstance(error, InfraError | LoopwrightError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def run_failed(error: Exception) -> RunFailed:
+    """What ended a run, with its class, its cause and where it was raised."""
+    if isinstance(error, RunFailed):
+        return RunFailed(error.failure, describe(error), error.traceback)
+    return RunFailed(failure_of(error), describe(error), redact("".join(format_exception(error))))
 
 
 def backoff_s(policy: RetryConfig, failure: FailureClass, count: int) -> float | None:

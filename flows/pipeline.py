@@ -23,7 +23,7 @@ from flows.evaluation import evaluate_model
 from flows.experiment import Experiment
 from flows.failures import RunFailed, stopped_by
 from flows.preflight import preflight
-from flows.reaping import reap_all
+from flows.reaping import begin_flow
 from flows.runs import named, open_run
 from flows.storage import FAILED_WAIT_S, upload_rest
 from flows.students import Students
@@ -31,9 +31,7 @@ from flows.students_and_teachers import StudentsAndTeachers
 from flows.teachers import Teachers
 from flows.training import serve as start_servers
 from flows.training import train_to_the_end
-from infra.patience import patient, plain
-from infra.redaction import protect_references, redact_logs
-from infra.registry import Registry
+from infra.patience import patient
 from infra.tracking import register_model
 from trainers.errors import ConfigError
 
@@ -100,10 +98,7 @@ def release(experiment: Experiment) -> None:
 
 def run_experiment(config: RunConfig, flow: str) -> dict[str, Any] | State:
     """The body of a training flow: its result, or a Failed state whose message begins with the cause."""
-    protect_references(config.model_dump(mode="json"))
-    redact_logs()
-    registry = patient(Registry())
-    print(reap_all(plain(registry)))
+    registry = patient(begin_flow(config))
     flow_run_id = str(flow_run.id)
     try:
         config = named(registry, config, flow_run_id, str(flow_run.name))

@@ -18,12 +18,14 @@ from datetime import datetime
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 
 from flows.connections import prefect_login, running
 from flows.lost import CANCELLED, end_run_in_mlflow, resume_lost, set_state
 from flows.sweep_reaping import reap_sweeps
 from infra.process import carrying
 from infra.reaper import owner_alive, reap
+from infra.redaction import protect_references, redact_logs
 from infra.registry import Owner, Registry, RunRow
 from infra.registry_records import SweepRow
 
@@ -31,6 +33,15 @@ log = logging.getLogger(__name__)
 _UNFINISHED = ["RUNNING", "CANCELLING"]
 SETTLING_S = 60.0  # a flow's last state reaches Prefect well within this after its run has ended
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"  # of a process that a worker started
+
+
+def begin_flow(config: BaseModel) -> Registry:
+    """What a flow does first: secrets that `config` refers to stay out of its log, and what dead owners left is reaped."""
+    protect_references(config.model_dump(mode="json"))
+    redact_logs()
+    registry = Registry()
+    print(reap_all(registry))
+    return registry
 
 
 def reap_all(registry: Registry | None = None) -> str:

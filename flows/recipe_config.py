@@ -21,7 +21,8 @@ from trainers.config_parts import CallableSpec, DatasetConfig
 # A stage's run has the recipe's name and its own, so the recipe's leaves room.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}\Z")
 _DOMAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}\Z")
-STAGE_NAMES = ("base", "sft", "merged")  # of models; no domain may be called so
+# What models are called, besides those of domains; the last two are stages, as domains are.
+BASE, SFT, MERGED = "base", "sft", "merged"
 
 
 class DomainEval(StrictModel):
@@ -136,6 +137,6 @@ class RecipeConfig(StrictModel):
         for name in domains:
             if not _DOMAIN.match(name):
                 raise ValueError(f"{name!r} cannot name a domain: letters, digits, `_`, `-` and `.`, at most 32")
-            if name in STAGE_NAMES:
+            if name in (BASE, SFT, MERGED):
                 raise ValueError(f"{name!r} is what another model of the recipe is called: give the domain another name")
         return domains

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from flows.recipe_config import BASE, MERGED, SFT
 from flows.recipe_data import join
-from flows.recipe_plan import MERGED, SFT, Plan
-from flows.recipe_report import BASE
+from flows.recipe_plan import Plan
 from flows.recipe_stages import StageRuns
 from infra.registry import Registry, RunRow
 from trainers.errors import ConfigError

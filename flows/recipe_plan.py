@@ -20,11 +20,10 @@ from pydantic import ValidationError
 from flows.config import GRPORunConfig, RunConfig, SFTRunConfig
 from flows.config_file import ConfigErrors, describe, merge_into, merge_layers, nest, parse_override, read_tree
 from flows.evaluate_config import EvaluateConfig
-from flows.recipe_config import RecipeConfig
+from flows.recipe_config import MERGED, SFT, RecipeConfig
 from infra.tracking_tags import PARENT_TAG
 
 RECIPE_TAG, STAGE_TAG = "loopwright.recipe", "loopwright.stage"
-SFT, MERGED = "sft", "merged"  # stages; the others are called as their domains are
 LATER = "<made by an earlier stage>"  # a model or data set while only the fields are checked
 _PYTHON = re.compile(r"(.+\.py):(\w+)\Z")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.recipe_config import RecipeConfig
-from flows.recipe_plan import MERGED, SFT
+from flows.recipe_config import BASE, MERGED, SFT, RecipeConfig
 
-BASE = "base"
 Accuracies = Mapping[str, Mapping[str, float]]  # model → domain → accuracy
 
 

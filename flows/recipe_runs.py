@@ -9,10 +9,10 @@ from flows.config_file import ConfigErrors, leaves
 from flows.preflight import check_dataset, check_model, load_reward, preflight
 from flows.recipe_config import RecipeConfig
 from flows.recipe_plan import LATER, Plan
-from flows.runs import RunRefused, differing_fields, has_checkpoint, plain_name
+from flows.runs import RunRefused, begun, claimed, differing_fields, has_checkpoint, plain_name
 from infra.home import home
 from infra.reaper import owner_alive
-from infra.registry import Owner, Registry, RunExists, RunRow, config_hash
+from infra.registry import Registry, RunRow
 from trainers.references import resolve
 
 FLOW = "specialise-and-merge"
@@ -55,23 +55,16 @@ def _check_begun(registry: Registry, plan: Plan) -> None:
         run = registry.find_run(str(config.name))
         if run is None or (run.status != "FINISHED" and not has_checkpoint(registry, run)):
             continue
-        new = config.model_dump(mode="json")
+        later = [field for field, value in leaves(config.model_dump(mode="json")) if value == LATER]
         differing = [
             field
             for field in differing_fields(run, config)
-            if field.split(".")[0] != "tags" and LATER not in _values(new, field.split("."))
+            if field.split(".")[0] != "tags" and not any(f"{known}.".startswith(f"{field}.") for known in later)
         ]
         if differing:
             lines.append(f"stage {run.name!r} has trained with another config; these fields differ: {', '.join(differing)}")
     if lines:
         raise RunRefused("\n".join([*lines, "give the same values to resume the recipe, or choose another name"]))
-
-
-def _values(tree: Any, path: list[str]) -> list[Any]:
-    """The leaves of `tree` at and below `path`."""
-    for part in path:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return [value for _, value in leaves(tree)]
 
 
 def open_recipe(registry: Registry, plan: Plan, flow_run_id: str | None) -> tuple[RunRow, bool]:
@@ -80,25 +73,10 @@ def open_recipe(registry: Registry, plan: Plan, flow_run_id: str | None) -> tupl
     Raises:
         RunRefused: see `check_startable`; or another process was faster.
     """
-    known, values = check_startable(registry, plan), stored(plan.config)
-    folder = home() / "recipes" / str(plan.config.name)
-    try:
-        row = known or registry.create_run(str(plan.config.name), FLOW, values, output_dir=str(folder), tags=plan.config.tags)
-    except RunExists as error:
-        raise RunRefused(str(error)) from error
-    if not registry.claim_run(row.id, Owner.current(), owner_alive):
-        raise RunRefused(f"recipe {row.name!r} was taken up by another process just now")
-    row = registry.update_run(
-        row.id,
-        status="RUNNING",
-        failure_class=None,
-        cause=None,
-        traceback=None,
-        prefect_flow_run_id=flow_run_id,
-        config=values,
-        config_hash=config_hash(values),
-    )
-    return row, known is not None
+    known, values, name = check_startable(registry, plan), stored(plan.config), str(plan.config.name)
+    folder = home() / "recipes" / name
+    row = claimed(registry, known, "recipe", name, FLOW, config=values, output_dir=str(folder), tags=plan.config.tags)
+    return begun(registry, row, values, flow_run_id), known is not None
 
 
 def open_stage(registry: Registry, recipe: RunRow, config: RunConfig, flow: str) -> RunRow:

@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from flows.artifacts import quietly
-from flows.recipe_config import RecipeConfig
-from flows.recipe_plan import MERGED, RECIPE_TAG, SFT
-from flows.recipe_report import BASE, Accuracies, kept
+from flows.parent_tracking import ParentTracking
+from flows.recipe_config import BASE, MERGED, SFT, RecipeConfig
+from flows.recipe_plan import RECIPE_TAG
+from flows.recipe_report import Accuracies, kept
 from infra.registry import Registry, RunRow
-from infra.tracking import EndStatus, Tracker, default_uri
-from trainers.metrics import spec_of
-from trainers.references import resolve
-
-PARENT_WAIT_S = 30.0
+from infra.tracking import EndStatus
 
 
-def tracking_uri(config: RecipeConfig) -> str:
-    return resolve(config.tracking.uri) or default_uri()
-
-
-class RecipeTracking:
-    """The parent run while the recipe works. MLflow out of reach costs nothing but that children are tied to it later."""
+class RecipeTracking(ParentTracking):
+    """The parent run while the recipe works."""
 
     def __init__(self, registry: Registry, row: RunRow, config: RecipeConfig) -> None:
         self._config, self._folder = config, Path(str(row.output_dir))
-        self._tracker = Tracker(
-            self._folder,
-            tracking_uri(config),
-            config.tracking.experiment,
-            row.name,
-            row.mlflow_run_id,
-            {**config.tags, RECIPE_TAG: row.name},
-            check=spec_of,
-            on_run_id=lambda run_id: quietly(lambda: registry.update_run(row.id, mlflow_run_id=run_id), "the registry"),
-            system_metrics_s=0,
-        )
-        self._tracker.start({"recipe": config.model_dump(mode="json")}, resume_step=0)
-
-    def parent(self) -> str | None:
-        """Id of the parent run; None if MLflow does not answer in time."""
-        deadline = time.monotonic() + PARENT_WAIT_S
-        while (run_id := self._tracker.run_id) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return run_id
+        tags = {**config.tags, RECIPE_TAG: row.name}
+        params = {"recipe": config.model_dump(mode="json")}
+        super().__init__(row, self._folder, config.tracking, tags, params, registry.update_run)
 
     def end(self, status: EndStatus, cause: str | None, failure: str | None, accuracies: Accuracies, page: str) -> None:
         """How it ended, with all that was measured; step 0 is the base, 1 SFT, 2 each domain's specialist, 3 the student."""

@@ -48,7 +48,6 @@ class RunProcesses:
     Args:
         folder: where their configs and logs go.
         gpus: those of this machine.
-        module: run with a config's file as its argument, in a process of its own.
         what: the runs are called.
     """
 
@@ -58,11 +57,10 @@ class RunProcesses:
         leases: LeaseManager,
         folder: Path,
         gpus: Callable[[], list[int]] = visible_gpus,
-        module: str = "flows.sweep_trial",
         what: str = "trial",
     ) -> None:
         self._registry, self._leases, self._folder, self._gpus = registry, leases, folder, gpus
-        self._module, self._what = module, what
+        self._what = what
         self._running: dict[int | str, _Running] = {}
         self._told = False
 
@@ -95,7 +93,7 @@ class RunProcesses:
         environment[URL_VARIABLE] = self._registry.url
         try:
             process = Supervised.start(
-                [sys.executable, "-m", self._module, str(path)],
+                [sys.executable, "-m", "flows.child_run", str(path)],
                 env=environment,
                 log=self._folder / "logs" / f"{self._what}-{key}.log",
                 lease=lease.id,

@@ -132,32 +132,37 @@ def open_run(registry: Registry, config: RunConfig, flow: str, flow_run_id: str 
     """
     known, values = check_startable(registry, config), stored(config)
     anew = known is not None and bool(differing_fields(known, config))
-    if known is None:
-        folder = config.storage.folder() / str(config.name)
-        try:
-            row = registry.create_run(str(config.name), flow, values, output_dir=str(folder), tags=config.tags)
-        except RunExists as error:
-            raise RunRefused(str(error)) from error
-    else:
-        row = known
-    if not registry.claim_run(row.id, Owner.current(), owner_alive):
-        raise RunRefused(f"run {row.name!r} was taken up by another process just now")
+    folder = config.storage.folder() / str(config.name)
+    row = claimed(registry, known, "run", str(config.name), flow, config=values, output_dir=str(folder), tags=config.tags)
     if anew:
         _forget_first_start(registry, row, storage_folder=config.storage.folder())
     # A mirrored run works in this machine's folder, wherever it worked before.
-    output_dir = str(config.storage.folder() / row.name) if config.storage.remote else row.output_dir
-    row = registry.update_run(
-        row.id,
-        status="RUNNING",
-        failure_class=None,
-        cause=None,
-        traceback=None,
-        prefect_flow_run_id=flow_run_id,
-        output_dir=output_dir,
-        config=values,
-        config_hash=config_hash({name: value for name, value in values.items() if name not in _AROUND}),
+    moved = {"output_dir": str(folder)} if config.storage.remote else {}
+    return begun(registry, row, values, flow_run_id, **moved), known is not None and not anew
+
+
+def claimed(registry: Registry, known: RunRow | None, what: str, name: str, flow: str, **columns: Any) -> RunRow:
+    """`known`, or a new row of `columns`, owned by this process. `what`: it is called in a refusal.
+
+    Raises:
+        RunRefused: another process was faster.
+    """
+    try:
+        row = known or registry.create_run(name, flow, **columns)
+    except RunExists as error:
+        raise RunRefused(str(error)) from error
+    if not registry.claim_run(row.id, Owner.current(), owner_alive):
+        raise RunRefused(f"{what} {row.name!r} was taken up by another process just now")
+    return row
+
+
+def begun(registry: Registry, row: RunRow, values: dict[str, Any], flow_run_id: str | None, **columns: Any) -> RunRow:
+    """The claimed row, RUNNING with the config `values`; of an earlier end nothing is left."""
+    hashed = config_hash({name: value for name, value in values.items() if name not in _AROUND})
+    ended = {"failure_class": None, "cause": None, "traceback": None}
+    return registry.update_run(
+        row.id, status="RUNNING", **ended, prefect_flow_run_id=flow_run_id, config=values, config_hash=hashed, **columns
     )
-    return row, known is not None and not anew
 
 
 def _forget_first_start(registry: Registry, run: RunRow, storage_folder: Path) -> None:
@@ -177,8 +182,15 @@ def stored(config: RunConfig) -> dict[str, Any]:
 
 
 def config_of(run: RunRow) -> RunConfig:
-    """The config a run was started with."""
-    return RUN_CONFIGS[run.config["type"]].model_validate(run.config)
+    """The config a run was started with.
+
+    Raises:
+        RunRefused: it trains nothing itself: it is a recipe.
+    """
+    kind = run.config["type"]
+    if kind not in RUN_CONFIGS:
+        raise RunRefused(f"{run.name!r} is a {kind}, not a training run: its stages' runs are named {run.name}-<stage>")
+    return RUN_CONFIGS[kind].model_validate(run.config)
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from flows.config import GRPORunConfig
 from flows.config_servers import ServerConfig
 from flows.convert import resolve_model
 from flows.failures import RunFailed, describe, failure_of
-from flows.reaping import reap_all
+from flows.reaping import begin_flow
+from flows.started_server import common_spec
 from infra.errors import InfraError
 from infra.gpus import visible_gpus
 from infra.leases import LeaseManager, PortLease
-from infra.redaction import protect_references, redact_logs
 from infra.registry import Registry
 from infra.server_names import NAME, holding, key_for, record, usage_of
 from infra.vllm import ServerSpec, VLLMServer, start_server
@@ -104,20 +104,12 @@ class KeptServer:
         return server
 
     def _spec(self) -> ServerSpec:
-        given = self.config.server
         make = ServerSpec.teacher if self.config.teacher else ServerSpec
         return make(
             model=resolve_model(resolve(self.config.model)),
-            name=self.config.name,
-            python=resolve(given.python),
-            device="cuda" if self._gpus.devices else "cpu",
-            tensor_parallel_size=given.tensor_parallel_size,
-            max_model_len=given.max_model_len,
-            dtype=given.dtype,
             top_logprobs=self.config.top_logprobs,
             concurrent=self.config.concurrent,
-            extra_args=tuple(resolve(given.extra_args)),
-            env=resolve(given.env),
+            **common_spec(self.config.server, self.config.name, self._gpus),
         )
 
     def stop(self) -> None:
@@ -135,10 +127,7 @@ def serve_model(config: ServeConfig) -> Any:
     Args:
         config: the model, the server's settings, and for how long.
     """
-    protect_references(config.model_dump(mode="json"))
-    redact_logs()
-    registry = Registry()
-    print(reap_all(registry))
+    registry = begin_flow(config)
     try:
         with LeaseManager(registry) as leases, holding(leases, config.name):
             return keep(KeptServer(config, registry, leases))

@@ -18,7 +18,8 @@ from prefect.states import Failed
 from flows import artifacts
 from flows.experiment import mlflow_page
 from flows.failures import describe, stopped_by
-from flows.reaping import reap_all
+from flows.parent_tracking import tie_children, tracking_uri
+from flows.reaping import begin_flow
 from flows.run_processes import RunProcesses
 from flows.sweep_config import SweepConfig
 from flows.sweep_loop import SweepFailed, SweepLoop
@@ -28,7 +29,7 @@ from flows.sweep_report import markdown, summary, write
 from flows.sweep_runs import named, open_sweep, preflight_trials
 from flows.sweep_space import Plan, checked
 from flows.sweep_study import Study, open_storage
-from flows.sweep_tracking import SweepTracking, mark_pruned, tie_children, tracking_uri
+from flows.sweep_tracking import SweepTracking, mark_pruned
 from infra.leases import LeaseManager
 from infra.registry import Registry
 from infra.registry_records import SweepRow
@@ -44,8 +45,7 @@ def sweep(config: SweepConfig) -> Any:
     Args:
         config: what varies, how, and what trials are judged by; see docs/sweeps.md.
     """
-    registry = Registry()
-    print(reap_all(registry))
+    registry = begin_flow(config)
     flow_run_id = str(flow_run.id)
     try:
         config = named(registry, config, flow_run_id, str(flow_run.name), flow_run.scheduled_start_time)
@@ -105,7 +105,7 @@ class _Work:
             raise
 
     def _loop(self, parent: str | None, study: Study) -> SweepLoop:
-        uri = tracking_uri(self.trial)
+        uri = tracking_uri(self.trial.tracking)
         return SweepLoop(
             self.registry,
             self.row,
@@ -137,7 +137,7 @@ class _Work:
 
     def _link(self, parent: str | None) -> None:
         if parent is not None:
-            uri = tracking_uri(self.trial)
+            uri = tracking_uri(self.trial.tracking)
             artifacts.mlflow_link(mlflow_page(uri, parent), uri, parent)
 
     def _end(self, status: Any, cause: str | None) -> dict[str, Any]:
@@ -159,4 +159,4 @@ class _Work:
         ids = [row.run_id for row in latest(self.registry.list_trials(self.row.id)) if row.run_id]
         if parent is not None:
             children = [self.registry.get_run(run_id) for run_id in ids]
-            tie_children(parent, children, tracking_uri(self.trial), self.trial.tracking.experiment)
+            tie_children(parent, children, self.trial.tracking)

@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from pathlib import Path
 from typing import Any
 
 from flows.artifacts import quietly
 from flows.config import RunConfig
+from flows.parent_tracking import ParentTracking
 from flows.sweep_config import SweepConfig
 from flows.sweep_report import best_so_far
 from infra.registry import Registry, RunRow
 from infra.registry_records import SweepRow
-from infra.tracking import EndStatus, Tracker, default_uri
-from infra.tracking_tags import PARENT_TAG
-from trainers.metrics import spec_of
-from trainers.references import resolve
-
-log = logging.getLogger(__name__)
-PARENT_WAIT_S = 30.0
+from infra.tracking import EndStatus, Tracker
 
 
-def tracking_uri(config: RunConfig) -> str:
-    return resolve(config.tracking.uri) or default_uri()
-
-
-class SweepTracking:
-    """The parent run while the sweep works. MLflow out of reach costs nothing but that children are tied to it later."""
+class SweepTracking(ParentTracking):
+    """The parent run while the sweep works. `trial`: for what all trials share."""
 
     def __init__(self, registry: Registry, row: SweepRow, trial: RunConfig, folder: Path, config: SweepConfig) -> None:
         self._logged = 0
-        self._tracker = Tracker(
-            folder,
-            tracking_uri(trial),
-            trial.tracking.experiment,
-            str(row.name),
-            row.mlflow_run_id,
-            {**trial.tags, "loopwright.sweep": row.name, "loopwright.trial": "", "loopwright.metric": config.metric},
-            check=spec_of,
-            on_run_id=lambda run_id: quietly(lambda: registry.update_sweep(row.id, mlflow_run_id=run_id), "the registry"),
-            system_metrics_s=0,
-        )
-        self._tracker.start({"sweep": config.model_dump(mode="json")}, resume_step=0)
-
-    def parent(self) -> str | None:
-        """Id of the parent run; None if MLflow does not answer in time."""
-        deadline = time.monotonic() + PARENT_WAIT_S
-        while (run_id := self._tracker.run_id) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return run_id
+        tags = {**trial.tags, "loopwright.sweep": row.name, "loopwright.trial": "", "loopwright.metric": config.metric}
+        super().__init__(row, folder, trial.tracking, tags, {"sweep": config.model_dump(mode="json")}, registry.update_sweep)
 
     def show(self, found: dict[str, Any]) -> None:
         """The values of finished trials and the best so far, the step being how many have finished."""
@@ -80,14 +52,3 @@ def mark_pruned(registry: Registry, run: RunRow, cause: str, uri: str) -> None:
         tracker.close("KILLED", cause, timeout_s=10.0)
 
     quietly(tell, "MLflow")
-
-
-def tie_children(parent: str, children: list[RunRow], uri: str, experiment: str) -> None:
-    """Children that began while MLflow was away, so without knowing their parent, are tied to it."""
-    from infra.tracking_mlflow import MlflowBackend
-
-    untied = [run for run in children if run.mlflow_run_id and run.config.get("tags", {}).get(PARENT_TAG) != parent]
-    if untied:
-        backend = MlflowBackend(uri, experiment)
-        for run in untied:
-            backend.set_tags(str(run.mlflow_run_id), {PARENT_TAG: parent})

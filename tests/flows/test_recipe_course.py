@@ -15,6 +15,8 @@ from flows.recipe_course import Course
 from flows.recipe_plan import Plan
 from flows.recipe_runs import RunRefused, check_startable, open_recipe
 from flows.recipe_stages import StageRuns
+from flows.runs import check_startable as check_run
+from flows.runs import config_of
 from infra.registry import Registry
 from tests.flows.test_recipe_config import recipe
 from trainers.errors import ConfigError
@@ -185,6 +187,12 @@ def test_a_failed_stage_fails_the_recipe_with_its_cause_and_can_be_mended(scene:
     assert runner.started == WHOLE[2:] and runner.configs["b"].token_budget == 512
 
 
+def test_a_recipe_whose_domains_have_dots_in_their_names_goes_on_after_its_last_stage(scene: Scene):
+    scene.config["domains"] = {f"{name}.v1": domain for name, domain in scene.config["domains"].items()}
+    scene.work()
+    assert scene.work()[0].started == []  # what stages before it made is not taken for another config
+
+
 def test_prompts_that_are_gone_are_joined_again_and_must_be_the_same(scene: Scene):
     with pytest.raises(Killed):
         scene.work(merged=["kill"])
@@ -203,6 +211,15 @@ def test_a_name_that_is_taken_is_refused(scene: Scene):
     scene.registry.create_run("r-b", "train-grpo", {})
     with pytest.raises(RunRefused, match="a run is named 'r-b' already"):
         check_startable(scene.registry, scene.plan)
+
+
+def test_a_recipe_is_not_taken_for_a_run_that_trains(scene: Scene):
+    row, _ = open_recipe(scene.registry, scene.plan, None)
+    with pytest.raises(RunRefused, match="'r' is a recipe, not a training run"):
+        config_of(row)
+    scene.registry.update_run(row.id, owner=None, status="FAILED")
+    with pytest.raises(RunRefused, match="'r' is a recipe"):
+        check_run(scene.registry, scene.plan.sft().model_copy(update={"name": "r"}))
 
 
 def test_a_recipe_at_work_or_finished_is_refused(scene: Scene):

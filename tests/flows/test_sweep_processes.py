@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from flows.child_run import run_trial
 from flows.config import RUN_CONFIGS, RunConfig
 from flows.run_processes import RunProcesses, gpus_needed
 from flows.runs import RunRefused, stored
 from flows.sweep_file import sweep_config
 from flows.sweep_space import Plan
-from flows.sweep_trial import run_trial
 from infra.leases import LeaseManager
 from infra.registry import Owner, Registry
 from tests.flows.runs_for_real import processes, wait_for

@@ -1,7 +1,7 @@
-"""One trial of a sweep in a process of its own: `python -m flows.sweep_trial CONFIG.json`.
+"""One run of a sweep or recipe in a process of its own: `python -m flows.child_run CONFIG.json`.
 
-It takes the way `loopwright run` and `loopwright resume` take, so that a trial is a run like any other. Exit codes are those
-of the command: 0 finished, 1 failed, 2 refused.
+It takes the way `loopwright run` and `loopwright resume` take, so that a trial or stage is a run like any other. Exit codes are
+those of the command: 0 finished, 1 failed, 2 refused.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from flows.config import RUN_CONFIGS, RunConfig
 from flows.launch import launch
+from flows.recipe_plan import RECIPE_TAG
 from flows.runs import RunRefused, config_of
 from infra.errors import InfraError
 from infra.registry import Registry
@@ -36,11 +37,26 @@ def run_trial(config: RunConfig) -> None:
         if run.status == "FINISHED":
             return
         config = begun
-    with tagged(f"sweep:{config.sweep.name}" if config.sweep else ""):
+    with _tagged(f"sweep:{config.sweep.name}" if config.sweep else ""):
         launch(config)
 
 
-def tagged(tag: str) -> AbstractContextManager[object]:
+def run_stage(config: RunConfig) -> None:
+    """Begin the stage's run, whose row the recipe has made, or go on with it.
+
+    Raises:
+        LoopwrightError: the run was refused or failed.
+    """
+    run = Registry().get_run(str(config.name))
+    if run.status == "FINISHED":
+        return
+    # It began without knowing its parent in MLflow if that was away; its tags are part of what a resume compares.
+    config = config.model_copy(update={"tags": run.config["tags"]})
+    with _tagged(f"recipe:{config.tags[RECIPE_TAG]}"):
+        launch(config)
+
+
+def _tagged(tag: str) -> AbstractContextManager[object]:
     """On Prefect's page the runs of a sweep or recipe have a tag. Prefect is imported once it is known which API to use."""
     if "PREFECT_API_URL" not in os.environ:
         return nullcontext()
@@ -49,14 +65,15 @@ def tagged(tag: str) -> AbstractContextManager[object]:
     return tags(tag)
 
 
-def main(arguments: Sequence[str], run: Callable[[RunConfig], None] = run_trial) -> int:
-    """`run` the config whose file is the only argument; the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """The run whose config's file is the only argument; the exit code."""
     if len(arguments) != 1:
-        print(f"usage: python -m {run.__module__} CONFIG.json", file=sys.stderr)
+        print("usage: python -m flows.child_run CONFIG.json", file=sys.stderr)
         return 2
     fields = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     try:
-        run(RUN_CONFIGS[fields["type"]].model_validate(fields))
+        config = RUN_CONFIGS[fields["type"]].model_validate(fields)
+        run_trial(config) if config.sweep is not None else run_stage(config)
     except (LoopwrightError, InfraError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
