@@ -21,11 +21,13 @@ def register() -> None:
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from loopwright_vllm import adapters, holding, prompt_temperature
+    from loopwright_vllm import holding
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "loopwright_vllm.engine", "LoopwrightEngine")
     holding.install()
-    adapters.install()
     if parent_process() is not None:  # not the front end, which runs no model
+        from loopwright_vllm import adapters, prompt_temperature
+
+        adapters.install()
         prompt_temperature.install()
