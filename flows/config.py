@@ -167,6 +167,29 @@ class RetryConfig(StrictModel):
     )
 
 
+class ParentRetry(StrictModel):
+    """Runs of a sweep or recipe that were lost, and the sweep or recipe itself. (A run's own `retry` comes first; a run goes on
+    from its last checkpoint.)"""
+
+    infrastructure: int = Field(
+        default=1,
+        ge=0,
+        description="Times a trial or stage goes on that failed as infrastructure, or whose process died. Default 1.",
+    )
+    lost: int = Field(
+        default=3,
+        ge=0,
+        description="Times the sweep or recipe goes on by itself after its process died, with its worker or alone, if a worker "
+        "ran it. Default 3.",
+    )
+    backoff_s: float = Field(default=5.0, ge=0, description="Seconds before either goes on. Default 5.")
+
+    @property
+    def own(self) -> RetryConfig:
+        """That of the sweep or recipe itself."""
+        return RetryConfig(infrastructure=self.lost, backoff_s=self.backoff_s)
+
+
 class LimitsConfig(StrictModel):
     """What a run may use."""
 

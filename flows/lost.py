@@ -2,8 +2,8 @@
 
     FAILED, its owner dead, its flow run Crashed and of a deployment ─▶ claimed ─▶ flow run scheduled again ─▶ given back
 
-Invariants: of two reapers one schedules it; as often as `retry.infrastructure` (of a sweep `retry.lost`) allows, by Prefect's
-count; what was cancelled meanwhile is KILLED and stays so. What is taken up goes on where it was: a run from its last
+Invariants: of two reapers one schedules it; as often as `retry.infrastructure` (of a sweep or recipe `retry.lost`) allows, by
+Prefect's count; what was cancelled meanwhile is KILLED and stays so. What is taken up goes on where it was: a run from its last
 checkpoint, a sweep with its trials. Trials are their sweep's: their flow runs come from no deployment.
 """
 
@@ -54,11 +54,13 @@ class LostRuns:
         return self._registry.get_run(row.id).status
 
     def backoff_s(self, row: RunRow, count: int) -> float | None:
-        from flows.config import RetryConfig
+        from flows.config import ParentRetry, RetryConfig
         from flows.failures import backoff_s
 
-        retry = self._registry.get_run(row.id).config.get("retry")  # a light row has none
-        return backoff_s(RetryConfig.model_validate(retry or {}), "infrastructure", count)
+        config = self._registry.get_run(row.id).config  # a light row has none
+        retry = config.get("retry") or {}
+        policy = ParentRetry.model_validate(retry).own if config.get("type") == "recipe" else RetryConfig.model_validate(retry)
+        return backoff_s(policy, "infrastructure", count)
 
     def claim(self, row: RunRow) -> bool:
         return self._registry.claim_run(row.id, Owner.current(), owner_alive)
@@ -84,12 +86,10 @@ class LostSweeps:
         return self._registry.get_sweep(row.id).status
 
     def backoff_s(self, row: SweepRow, count: int) -> float | None:
-        from flows.config import RetryConfig
+        from flows.config import ParentRetry
         from flows.failures import backoff_s
-        from flows.sweep_config import SweepRetry
 
-        retry = SweepRetry.model_validate(row.config.get("retry") or {})
-        return backoff_s(RetryConfig(infrastructure=retry.lost, backoff_s=retry.backoff_s), "infrastructure", count)
+        return backoff_s(ParentRetry.model_validate(row.config.get("retry") or {}).own, "infrastructure", count)
 
     def claim(self, row: SweepRow) -> bool:
         return self._registry.claim_sweep(row.id, Owner.current(), owner_alive)

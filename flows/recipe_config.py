@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from flows.config import StorageConfig, TrackingConfig
+from flows.config import ParentRetry, StorageConfig, TrackingConfig
 from trainers.config import StrictModel
 from trainers.config_base import number_fields
 from trainers.config_parts import CallableSpec, DatasetConfig
@@ -72,18 +72,6 @@ class DomainConfig(StrictModel):
         return self
 
 
-class RecipeRetry(StrictModel):
-    """What was lost. (A stage's own `retry` comes first; a stage goes on from its last checkpoint.)"""
-
-    infrastructure: int = Field(
-        default=1,
-        ge=0,
-        description="Times a stage goes on that failed as infrastructure, or whose process died; and the recipe itself, if a "
-        "worker ran it and its process died. Default 1.",
-    )
-    backoff_s: float = Field(default=5.0, ge=0, description="Seconds before either goes on. Default 5.")
-
-
 class RecipeConfig(StrictModel):
     """From a base model to a student that has what its specialists have: SFT, a GRPO specialist per domain, MOPD."""
 
@@ -120,7 +108,7 @@ class RecipeConfig(StrictModel):
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow runs. Default none.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow, of the recipe and its stages.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Checkpoints of the stages.")
-    retry: RecipeRetry = Field(default_factory=RecipeRetry, description="Stages that were lost, and the recipe itself.")
+    retry: ParentRetry = Field(default_factory=ParentRetry, description="Stages that were lost, and the recipe itself.")
 
     @field_validator("name")
     @classmethod

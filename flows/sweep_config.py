@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.config import StorageConfig, TrackingConfig
+from flows.config import ParentRetry, StorageConfig, TrackingConfig
 from trainers.config import StrictModel
 from trainers.metrics import CATALOG, spec_of
 
@@ -127,22 +127,6 @@ class PruningConfig(StrictModel):
         return self
 
 
-class SweepRetry(StrictModel):
-    """Trials that were lost, and the sweep itself. (A run's own `retry`, in `base`, comes first; a trial goes on from its last
-    checkpoint.)"""
-
-    infrastructure: int = Field(
-        default=1, ge=0, description="Times a trial goes on that failed as infrastructure, or whose process died. Default 1."
-    )
-    lost: int = Field(
-        default=3,
-        ge=0,
-        description="Times the sweep goes on by itself after its process died, with its worker or alone, if a worker ran it. "
-        "Default 3.",
-    )
-    backoff_s: float = Field(default=5.0, ge=0, description="Seconds before either goes on. Default 5.")
-
-
 class SweepLimits(StrictModel):
     """What a sweep may use."""
 
@@ -197,7 +181,7 @@ class SweepConfig(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of all that is drawn; the trials' own is in `base`. Default 0.")
     tracking: TrackingConfig | None = Field(default=None, description="MLflow, of sweep and trials. Default: `base`'s.")
     storage: StorageConfig | None = Field(default=None, description="Checkpoints of the trials. Default: `base`'s.")
-    retry: SweepRetry = Field(default_factory=SweepRetry, description="Trials that were lost, and the sweep itself.")
+    retry: ParentRetry = Field(default_factory=ParentRetry, description="Trials that were lost, and the sweep itself.")
     limits: SweepLimits = Field(default_factory=SweepLimits, description="Limits of the sweep.")
 
     @field_validator("name")

@@ -76,6 +76,16 @@ def test_what_is_not_scheduled_again(tmp_path: Path, columns: dict[str, Any], pr
     assert prefect.given == [] and (after.status, after.owner) == (before.status, before.owner)
 
 
+@pytest.mark.parametrize(("runs", "resumed"), [(1, ["r"]), (2, ["r"]), (3, [])])
+def test_a_lost_recipe_goes_on_as_often_as_its_own_retries_say_whatever_its_stages_may(
+    tmp_path: Path, runs: int, resumed: list[str]
+) -> None:
+    retry = {"infrastructure": 0, "lost": 2, "backoff_s": 0}
+    registry = lost_run(tmp_path, config={"type": "recipe", "retry": retry})
+    with FakePrefect(runs=runs).client() as client:
+        assert resume_lost(registry, client) == resumed
+
+
 def test_a_run_lost_while_it_was_cancelled_is_killed(tmp_path: Path) -> None:
     registry, prefect = lost_run(tmp_path), FakePrefect("CANCELLED")
     with prefect.client() as client:
