@@ -38,6 +38,15 @@ class Preset:
 
 _GRADED_ANSWERS = {"reward_funcs": [{"path": "trainers.rewards:accuracy_reward"}]}
 _ON_GPU = {"dtype": "float32", "bf16": True}  # float32 masters, computed in bfloat16
+# One GPU generates, one trains; models of up to about 4B parameters.
+_ONE_OF_EACH = {
+    "max_steps": 200,
+    "max_completion_length": 2048,
+    "gradient_accumulation_steps": 8,
+    "token_budget": 8192,
+    "servers": {"student": {"gpus": 1, "max_model_len": 4096}},
+    "trainer": {"ranks": 1, "gpus": 1},
+}
 
 _ALL = (
     Preset(
@@ -67,13 +76,8 @@ _ALL = (
         {
             **_GRADED_ANSWERS,
             **_ON_GPU,
-            "max_steps": 200,
+            **_ONE_OF_EACH,
             "num_generations": 8,
-            "max_completion_length": 2048,
-            "gradient_accumulation_steps": 8,
-            "token_budget": 8192,
-            "servers": {"student": {"gpus": 1, "max_model_len": 4096}},
-            "trainer": {"ranks": 1, "gpus": 1},
         },
     ),
     Preset(
@@ -82,17 +86,12 @@ _ALL = (
         "GRPO of a low-rank adapter, which needs a fraction of the trainer's memory: one GPU generates, one trains.",
         {
             **_GRADED_ANSWERS,
+            **_ONE_OF_EACH,
             "dtype": "bfloat16",  # the frozen base; the adapter is float32
             "bf16": True,
             "peft": {"r": 16, "lora_alpha": 32},
-            "max_steps": 200,
             "num_generations": 8,
-            "max_completion_length": 2048,
-            "gradient_accumulation_steps": 8,
-            "token_budget": 8192,
             "learning_rate": 2e-5,
-            "servers": {"student": {"gpus": 1, "max_model_len": 4096}},
-            "trainer": {"ranks": 1, "gpus": 1},
         },
     ),
     Preset(
@@ -117,13 +116,8 @@ _ALL = (
         "Distillation of one teacher, named in servers.teachers: one GPU for it, one for the student's server, one trains.",
         {
             **_ON_GPU,
-            "max_steps": 200,
-            "max_completion_length": 2048,
+            **_ONE_OF_EACH,
             "teacher_top_k": 16,
-            "gradient_accumulation_steps": 8,
-            "token_budget": 8192,
-            "servers": {"student": {"gpus": 1, "max_model_len": 4096}},
-            "trainer": {"ranks": 1, "gpus": 1},
         },
     ),
     Preset(
