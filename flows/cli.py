@@ -205,7 +205,7 @@ def _database_trouble(error: Exception) -> str:
     from infra.redaction import redact
     from infra.registry import URL_VARIABLE, default_url, shown_url
 
-    why = redact(str(getattr(error, "orig", None) or error)).strip().splitlines()[0]
+    why = (redact(str(getattr(error, "orig", None) or error)).strip() or type(error).__name__).splitlines()[0]
     remedy = f"; is {URL_VARIABLE} right, and the database up?" if URL_VARIABLE in os.environ else ""
     return f"{shown_url(default_url())} cannot be used: {why}{remedy}"
 
