@@ -20,7 +20,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +103,10 @@ def _joined_rows(plan: Plan, path: Path) -> Path:
 
 def accuracies(plan: Plan, title: str, model: str, registry: Registry) -> dict[str, float]:
     """Of a model on every domain that has held-out problems."""
-    from flows.evaluate_flow import measure
-    from flows.evaluate_subject import subject
+    from flows.recipe_accuracy import measure_on
 
-    found = {}
-    for name in plan.config.domains:
-        if (config := plan.evaluation(name, model)) is not None:
-            config = config.model_copy(update={"name": f"{plan.config.name}-{title}-on-{name}"})
-            tags = {RECIPE_TAG: str(plan.config.name), STAGE_TAG: title}
-            found[name] = measure(config, replace(subject(config, registry), tags=tags), registry)["accuracy"]
-    return found
+    held_out = [name for name, domain in plan.config.domains.items() if domain.eval is not None]
+    return {name: measure_on(plan, name, title, model, registry)["accuracy"] for name in held_out}
 
 
 def compare(row: RunRow, plan: Plan, mixed: bool, mixed_steps: int | None) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from flows.config import RunConfig
+from flows.evaluate_subject import Subject
 from flows.failures import RunFailed
+from flows.recipe_accuracy import Accuracy
 from flows.recipe_config import RecipeConfig
 from flows.recipe_course import Course
 from flows.recipe_plan import Plan
@@ -211,6 +213,26 @@ def test_a_name_that_is_taken_is_refused(scene: Scene):
     scene.registry.create_run("r-b", "train-grpo", {})
     with pytest.raises(RunRefused, match="a run is named 'r-b' already"):
         check_startable(scene.registry, scene.plan)
+
+
+def test_a_model_is_measured_once_but_again_if_it_or_its_problems_are_others(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    measured: list[str] = []
+
+    def measure(config: Any, found: Subject, registry: Registry) -> dict[str, Any]:
+        measured.append(found.model)
+        return {"accuracy": len(measured) / 4, "scored": 3}
+
+    monkeypatch.setattr("flows.recipe_accuracy.measure", measure)
+    monkeypatch.setattr("flows.recipe_accuracy.subject", lambda config, _: Subject({}, config.model, 0, None, None, "e"))
+    held_out = scene.config["domains"]["a"]["eval"] = {"dataset": {"path": str(scene.folder / "a.jsonl")}}
+    row, _ = open_recipe(scene.registry, scene.plan, None)
+    accuracy = Accuracy(scene.registry, row, scene.plan)
+    told = [accuracy.measure("base", model, None) for model in ("one", "one", "other", "other")]
+    assert (told, measured, accuracy.all()) == ([True, False, True, False], ["one", "other"], {"base": {"a": 0.5}})
+    held_out["dataset"]["max_rows"] = 2
+    accuracy = Accuracy(scene.registry, row, scene.plan)
+    assert accuracy.all() == {"base": {}} and accuracy.measure("base", "other", None)
+    assert accuracy.all() == {"base": {"a": 0.75}}
 
 
 def test_a_recipe_is_not_taken_for_a_run_that_trains(scene: Scene):
