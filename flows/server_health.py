@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from infra.errors import ServerUnreachable
@@ -58,3 +58,32 @@ class Pulse:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Silence:
+    """Says of servers that are only watched, because others keep them, when one falls silent and when it answers again."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()  # URLs of those of which it was said that they do not answer
+
+    def say(
+        self, names: Mapping[str, str], silent_s: Mapping[str, float], after_s: float, away: Collection[str] = ()
+    ) -> set[str]:
+        """URLs of those that answer again.
+
+        Args:
+            names: by URL, how to call them.
+            silent_s: see `Pulse`.
+            after_s: without an answer, after which it is said.
+            away: URLs of those that are known to have been silent.
+        """
+        back: set[str] = set()
+        for url, name in names.items():
+            if url not in self._said and silent_s.get(url, 0.0) > after_s:
+                print(f"{name} ({url}) has not answered on /health for {after_s:.0f} s", flush=True)
+                self._said.add(url)
+            elif url in self._said.union(away) and silent_s.get(url) == 0.0:
+                print(f"{name} ({url}) answers again", flush=True)
+                back.add(url)
+        self._said -= back
+        return back

@@ -21,7 +21,7 @@ from flows.busy import Busy
 from flows.config import GeneratingRunConfig
 from flows.fleet import UNHEALTHY_S, Fleet, Place
 from flows.named_servers import addresses_of
-from flows.server_health import Pulse
+from flows.server_health import Pulse, Silence
 from flows.server_requests import Request, Requests
 from flows.student import Student, needs
 from infra.errors import InfraError, NotEnoughGPUs, ServerUnreachable
@@ -67,7 +67,7 @@ class Students:
         self._checks: list[tuple[Request, str, Future[None]]] = []
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="server checks")
         self._pulse = pulse or Pulse()
-        self._silent: set[str] = set()  # URLs of given ones of which it was said that they do not answer
+        self._silence = Silence()
         self._away: set[str] = set()  # URLs of given ones not there when the attempt began: not listed
         self._written: list[Listed] = []
 
@@ -116,7 +116,8 @@ class Students:
             self._do(request)
         self._answer_checked()
         silent_s = self._pulse.silent_s([*self._given, *(server.url for server in self._fleet.listed)])
-        self._watch_given(silent_s)
+        names = {url: server.name for url, server in self._given.items()}
+        self._away -= self._silence.say(names, silent_s, UNHEALTHY_S, self._away)
         self._fleet.tend(silent_s, lambda: [server.url for server in read_serving(self._folder)])
         self._write()
         return self._fleet.last_death if not self._given and self._fleet.lost else None
@@ -161,16 +162,6 @@ class Students:
         if servers and servers != self._written:
             write_servers(self._folder, servers)
             self._written = servers
-
-    def _watch_given(self, silent_s: dict[str, float]) -> None:
-        for url, server in self._given.items():
-            if url not in self._silent and silent_s.get(url, 0.0) > UNHEALTHY_S:
-                print(f"{server.name} ({url}) has not answered on /health for {UNHEALTHY_S:.0f} s", flush=True)
-                self._silent.add(url)
-            elif url in self._silent | self._away and silent_s.get(url) == 0.0:
-                print(f"{server.name} ({url}) answers again", flush=True)
-                self._silent.discard(url)
-                self._away.discard(url)
 
     # What `loopwright servers` asks
 

@@ -19,7 +19,7 @@ from flows.busy import Busy
 from flows.config import DistillationRunConfig
 from flows.fleet import UNHEALTHY_S, Fleet, Place
 from flows.named_servers import address_of
-from flows.server_health import Pulse
+from flows.server_health import Pulse, Silence
 from flows.teacher import PREFIX, Teacher, needs
 from infra.leases import LeaseManager
 from infra.registry import Registry, RunRow
@@ -61,7 +61,7 @@ class Teachers:
         self._urls: dict[str, str] = {}  # of the run's own, by the place's name, once they were up
         self._busy = Busy(lambda: self._fleet.gpus, self._key)
         self._pulse = pulse or Pulse()
-        self._silent: set[str] = set()  # names of given ones of which it was said that they do not answer
+        self._silence = Silence()
 
     def _check_able(self, url: str, key: str | None) -> None:
         if missing := lacking(probe(url, key), needs(self._config)):
@@ -93,15 +93,9 @@ class Teachers:
     def tend(self) -> str | None:
         """Look after them while a trainer runs; does not wait. How one died that does not come back: its rows wait in vain."""
         own = [server.url for server in self._fleet.listed]
-        silent_s = self._pulse.silent_s([*own, *(url for url, _ in self._given.values())])
-        for name, (url, _) in self._given.items():
-            silent = silent_s.get(url, 0.0)
-            if name not in self._silent and silent > UNHEALTHY_S:
-                print(f"teacher {name} ({url}) has not answered on /health for {UNHEALTHY_S:.0f} s", flush=True)
-                self._silent.add(name)
-            elif name in self._silent and silent_s.get(url) == 0.0:
-                print(f"teacher {name} ({url}) answers again", flush=True)
-                self._silent.discard(name)
+        given = {url: f"teacher {name}" for name, (url, _) in self._given.items()}
+        silent_s = self._pulse.silent_s([*own, *given])
+        self._silence.say(given, silent_s, UNHEALTHY_S)
         self._fleet.tend(silent_s, lambda: [])
         return self._fleet.last_death if self._fleet.incomplete else None
 
