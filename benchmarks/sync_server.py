@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,10 +151,14 @@ def _ray(work_dir: Path) -> Path:
 
 
 class Load:
-    """Requests in flight while open, a new one for each that ends. `finish` waits for the last ones and counts."""
+    """Requests in flight while open, a new one for each that ends. `finish` waits for the last ones and counts.
 
-    def __init__(self, url: str, key: str, count: int, vocabulary: int) -> None:
-        self.url, self.key, self.vocabulary = url, key, vocabulary
+    `model`: asked, for each request, which model it names; None: the server's own. `named`: by those in flight.
+    """
+
+    def __init__(self, url: str, key: str, count: int, vocabulary: int, model: Callable[[], str | None] = lambda: None) -> None:
+        self.url, self.key, self.vocabulary, self.model = url, key, vocabulary, model
+        self.named: dict[int, str | None] = {}
         self.stopping = threading.Event()
         self.results: list[str] = []
         self.threads = [threading.Thread(target=self._one, args=(index,), daemon=True) for index in range(count)]
@@ -185,8 +189,12 @@ class Load:
             while not self.stopping.is_set():
                 prompt = [choose.randrange(self.vocabulary - 2) for _ in range(64)]
                 sampling = {"max_tokens": 200, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+                body: dict[str, Any] = {"token_ids": prompt, "sampling_params": sampling}
+                self.named[index] = self.model()
+                if self.named[index] is not None:
+                    body["model"] = self.named[index]
                 try:
-                    answer = client.post("/inference/v1/generate", json={"token_ids": prompt, "sampling_params": sampling})
+                    answer = client.post("/inference/v1/generate", json=body)
                     choice = answer.raise_for_status().json()["choices"][0]
                     self.results.append(choice["finish_reason"] if len(choice["token_ids"]) == 200 else "too short")
                 except (httpx.HTTPError, KeyError, ValueError) as error:

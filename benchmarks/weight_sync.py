@@ -5,10 +5,11 @@
     random model ─▶ server of ours (and with --vllm one with vLLM's own engine) ─▶ requests in flight
                  └▶ trainer's policy ─ change some weights ─ push ─ check greedy tokens and a probe ─▶ one line per way
 
-A way is `shared_storage`, `ipc`, `nccl` or `sparse`; on a CPU `nccl` runs over gloo. `--vllm` adds vLLM's packed trainer
-classes in the same run. A sync changes one weight in fifty, as a step in bfloat16 does; the first two syncs of a way, which
-connect and record, are left out of the figures. `whole_s` is what the trainer waits, `closed_s` what the server does not
-compute for. `gb_per_s` divides the model's bytes in the server's type by `closed_s`, so it includes the load.
+A way is `shared_storage`, `ipc`, `nccl`, `sparse` or `lora` (an adapter, to a server of its own: adapter_sync.py); on a CPU
+`nccl` runs over gloo. `--vllm` adds vLLM's packed trainer classes in the same run. A sync changes one weight in fifty, as a
+step in bfloat16 does; the first two syncs of a way, which connect and record, are left out of the figures. `whole_s` is what
+the trainer waits, `closed_s` what the server does not compute for. `gb_per_s` divides the model's bytes in the server's type
+by `closed_s`, so it includes the load.
 Servers listen on loopback with a random key and end with this process. `--server` measures one that runs (key: VLLM_API_KEY).
 """
 
@@ -27,11 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import adapter_sync
 from benchmarks.shapes import SHAPES
 from benchmarks.sync_server import ONE_PROCESS, Load, Server, make_model, server_spec, stock_spec
 from trainers import attention
 from trainers.batch import PackedBatch
 from trainers.config import GRPOConfig
+from trainers.config_peft import ADAPTER_RANKS
 from trainers.distributed import Ranks
 from trainers.errors import ServerError
 from trainers.model import Policy, build_policy, probe_logprobs, probe_row
@@ -45,6 +48,7 @@ from trainers.weight_sync.stock import Stock
 from trainers.weight_sync.sync import ServerSync
 from trainers.weight_sync.ways import Way
 
+OURS = ("loopwright", "lora")  # servers by what they take: whole models, adapters
 WARM_UP = 2
 CHANGED = 0.02
 TIMEOUT_S = 120.0
@@ -161,8 +165,9 @@ def _greedy_gap(policy: Policy, tokens: np.ndarray, start: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--transport", action="append", choices=["shared_storage", "ipc", "nccl", "sparse"])
+    parser.add_argument("--transport", action="append", choices=["shared_storage", "ipc", "nccl", "sparse", "lora"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b" if cuda else "tiny")
+    parser.add_argument("--rank", type=int, default=32, choices=ADAPTER_RANKS, help="of the adapter that `lora` sends")
     parser.add_argument("--syncs", type=int, default=10, help="measured syncs per way")
     parser.add_argument("--inflight", type=int, default=64 if cuda else 8, help="requests in flight")
     parser.add_argument("--vllm", action="store_true", help="also vLLM's own engine (ipc on one GPU, nccl on two)")
@@ -182,6 +187,25 @@ def main() -> int:
         return run(args, ways, torch.device("cuda", args.device) if cuda else torch.device("cpu"), apart)
 
 
+def kinds_of(args: argparse.Namespace, ways: list[str], apart: bool) -> list[str]:
+    """The servers that these ways need: ours for whole models, ours for adapters, vLLM's own engine."""
+    ours = ["loopwright"] if set(ways) - {"lora"} else []
+    stock = [] if args.server or not args.vllm else ["nccl" if apart else "ipc"]
+    return ours + ["lora"] * ("lora" in ways) + stock
+
+
+def start(kind: str, model_dir: Path, args: argparse.Namespace) -> Server:
+    if args.server:
+        return Server(args.server, os.environ.get("VLLM_API_KEY", ""), model_dir)
+    work_dir = Path(args.work_dir)
+    if kind in OURS:
+        adapters = adapter_sync.servable_with(args.rank) if kind == "lora" else {}
+        spec = server_spec(model_dir, kind, args.server_arg, concurrent=args.inflight, front_end=args.front, **adapters)
+    else:
+        spec = stock_spec(model_dir, kind, work_dir, [*ONE_PROCESS, *args.server_arg])
+    return Server.start(spec, work_dir, args.server_device)[0]
+
+
 def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: bool) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
@@ -190,17 +214,8 @@ def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: 
     model = make_model(SHAPES[args.shape], dtype, device, model_dir)
     servers: dict[str, Server] = {}
     try:
-        if args.server:
-            servers["loopwright"] = Server(args.server, os.environ.get("VLLM_API_KEY", ""), model_dir)
-        else:
-            kinds = ["loopwright", *((["nccl"] if apart else ["ipc"]) if args.vllm else [])]
-            work_dir = Path(args.work_dir)
-            for kind in kinds:
-                if kind == "loopwright":
-                    spec = server_spec(model_dir, kind, args.server_arg, concurrent=args.inflight, front_end=args.front)
-                else:
-                    spec = stock_spec(model_dir, kind, work_dir, [*ONE_PROCESS, *args.server_arg])
-                servers[kind], _ = Server.start(spec, work_dir, args.server_device)
+        for kind in kinds_of(args, ways, apart):
+            servers[kind] = start(kind, model_dir, args)
         for server in servers.values():
             server.wait()
         attention.install(device, dtype, log=False)
@@ -208,15 +223,20 @@ def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: 
         config = GRPOConfig(model="random", dataset={"path": "none.jsonl"}, bf16=False)  # type: ignore[arg-type]
         policy = build_policy(model, config, Ranks(0, 1, 0, device, None, None))
         tokens = probe_tokens(None, args.vocabulary)
-        jobs = [(name, "loopwright") for name in ways] + [(f"vllm-{kind}", kind) for kind in servers if kind != "loopwright"]
+        jobs = [(name, "lora" if name == "lora" else "loopwright") for name in ways]
+        jobs += [(f"vllm-{kind}", kind) for kind in servers if kind not in OURS]
         failed = 0
         for name, kind in jobs:
             common = {"benchmark": "weight_sync", "shape": args.shape, "device": str(device), "torch": torch.__version__}
             try:
-                line = common | measure(name, policy, servers[kind], tokens, args)
-            except ServerError as error:
+                if kind == "lora":
+                    line = common | adapter_sync.measure(servers[kind], tokens, device, args, TIMEOUT_S)
+                else:
+                    line = common | measure(name, policy, servers[kind], tokens, args)
+            except Exception as error:  # the other ways are measured all the same
                 failed += 1
-                line = common | {"transport": name, "error": str(error)[:2000], "server_log": servers[kind].tail()}
+                told = f"{type(error).__name__}: {error}"[:2000]
+                line = common | {"transport": name, "error": told, "server_log": servers[kind].tail()}
             print(json.dumps(line) if args.json else _readable(line), flush=True)
         return 1 if failed else 0
     finally:
@@ -227,6 +247,8 @@ def run(args: argparse.Namespace, ways: list[str], device: torch.device, apart: 
 def _readable(line: dict[str, Any]) -> str:
     if "error" in line:
         return f"{line['transport']}: {line['error']}\n{line['server_log']}"
+    if line["transport"] == "lora":
+        return adapter_sync.readable(line)
     return (
         f"{line['transport']:<15} whole {line['whole_s'] * 1e3:8.1f} ms   pause {line['pause_s'] * 1e3:6.1f}   load "
         f"{line['load_s'] * 1e3:8.1f}   {line['bytes'] / 1e6:10.3f} MB sent   {line['gb_per_s']:8.2f} GB/s   "
