@@ -13,9 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.fake_control_plane import FakeControlPlane
-from tests.support.fake_source import FakeSource, make_samples, spread
-from tests.support.policies import grpo_config, tiny_policy
+from tests.support.fake_source import FakeSource, make_samples, spread, taught
+from tests.support.policies import distillation_config, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tokenizer
+from trainers.algorithms.distillation import Distillation
 from trainers.algorithms.grpo import GRPO
 from trainers.algorithms.sft import SFT
 from trainers.batch import PackedBatch
@@ -29,24 +30,38 @@ from trainers.losses import loss_inputs, normalise
 from trainers.model import Policy, gathered_parameters
 from trainers.packing import pack_step
 from trainers.rollouts.process import RolloutProcess
-from trainers.types import StepHead
+from trainers.types import Sample, StepHead
 from trainers.weight_sync.sync import ServerSync
+
+KINDS = ("plain", "checkpointing", "jsd-0", "jsd-1", "policy_gradient")  # objectives whose gradients are compared
+
+
+def objective(kind: str) -> tuple[GRPO | Distillation, list[Sample]]:
+    """Whose gradients are compared, and of which samples: GRPO, or a loss of distillation with its beta."""
+    samples = make_samples(seed=3, step=1, count=5)
+    if kind in ("plain", "checkpointing"):
+        return GRPO(grpo_config(gradient_checkpointing=kind == "checkpointing", bf16=False)), samples
+    fields = {"loss": "policy_gradient"} if kind == "policy_gradient" else {"beta": float(kind.removeprefix("jsd-"))}
+    algorithm = Distillation(distillation_config(teacher_balance=True, bf16=False, **fields))
+    taught(samples, 4, algorithm.config.teachers, top_k=3 if algorithm.dense else 0)
+    algorithm.step(samples)
+    return algorithm, samples
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
     """The step's gradients in float64; one cell stays empty."""
-    config = grpo_config(gradient_checkpointing=folder.name == "checkpointing", bf16=False)
-    policy = tiny_policy(config, torch.float64, ranks)
-    samples = make_samples(seed=3, step=1, count=5)
+    algorithm, samples = objective(folder.name)
+    policy = tiny_policy(algorithm.config, torch.float64, ranks)
     micro = 4 // ranks.world_size
-    step = pack_step(1, spread(len(samples), micro, ranks.world_size), samples, {})
+    teachers = algorithm.config.teachers if isinstance(algorithm, Distillation) else ()
+    step = pack_step(1, spread(len(samples), micro, ranks.world_size), samples, {}, teachers)
     if ranks.world_size > 1:
         assert all(isinstance(p, DTensor) for p in policy.parameters()), "parameters are not sharded"
     for row in (microbatch[ranks.rank] for microbatch in step.rows):
         batch = PackedBatch.from_row(row, ranks.device, torch.float64)
         outputs = policy(batch)
         if batch.terms:
-            normalise(GRPO(config).loss(loss_inputs(outputs, batch)), step.totals, ranks.world_size).backward()
+            normalise(algorithm.loss(loss_inputs(outputs, batch)), step.totals, ranks.world_size).backward()
         else:
             outputs[0].sum().backward()
     grads = {name: full(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -149,7 +164,7 @@ def dead_process(ranks: Ranks, folder: Path) -> None:
 
 def scenarios(ranks: Ranks, folder: Path) -> None:
     """Everything that is compared between one rank and two."""
-    for name in ("plain", "checkpointing"):
+    for name in KINDS:
         (folder / name).mkdir(exist_ok=True)
         ranks.barrier()
         gradients(ranks, folder / name)

@@ -58,7 +58,7 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -
         torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpointing"])
+@pytest.mark.parametrize("kind", rank_worker.KINDS)
 def test_sharded_gradients_equal_one_ranks(done, kind):
     one, two = (torch.load(done / kind / f"gradients-{ranks}.pt") for ranks in (1, 2))
     assert max(value.abs().max() for value in one.values()) > 1e-3
