@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from trainers import attention, checkpointing, lora, rope, tiled_mlp
+from trainers import attention, checkpointing, lora, norm_kernels, rope, tiled_mlp
 from trainers.batch import PackedBatch
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks, shard
@@ -24,6 +24,7 @@ from trainers.errors import ConfigError
 from trainers.head import HeadOutputs, token_logprobs
 from trainers.packing import pack_row
 from trainers.references import resolve
+from trainers.sequence_parallel import gather_terms
 from trainers.text_part import freeze_other_parts, has_other_parts, text_tower
 from trainers.types import PackedRow, Sample
 
@@ -40,7 +41,10 @@ class Policy(nn.Module):
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, batch: PackedBatch, temperature: float | None = None) -> HeadOutputs:
-        """The head's outputs for the batch's loss terms, its `top_ids` and candidate sets; N may be 0."""
+        """The head's outputs for the batch's loss terms, its `top_ids` and candidate sets; N may be 0.
+
+        Where ranks share a row, each gets the outputs of all its terms, of which its own carry a gradient.
+        """
         hidden = text_tower(self.model)(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -48,7 +52,7 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state
         head: Any = self.model.get_output_embeddings()
-        return token_logprobs(
+        outputs = token_logprobs(
             hidden.squeeze(0).index_select(0, batch.token_index),
             head.weight,
             batch.targets,
@@ -59,6 +63,9 @@ class Policy(nn.Module):
             top_ids=batch.top_ids.masked_fill(batch.top_ids >= len(head.weight), -1),
             candidates=batch.candidates,
         )
+        if batch.own_terms is None or batch.layout.sequence is None:
+            return outputs
+        return gather_terms(outputs, batch.own_terms, batch.terms, batch.layout.sequence)
 
 
 def load_model(config: TrainerConfig, source: str | None = None) -> PreTrainedModel:
@@ -113,12 +120,16 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
         ConfigError: the model does something that packed rows or our head would compute otherwise.
     """
     lora.refuse_quantised(model)
+    if ranks.sequence is not None:
+        attention.check_shared(model, ranks.sequence, longest)
     attention.check_supported(model, longest)
     freeze_other_parts(model)
     if config.peft is not None and not lora.is_attached(model):
         text = text_tower(model) if has_other_parts(model) else None
         lora.attach(model, config.peft, config.model, config.seed, text)
     policy = Policy(model, config.loss_temperature).to(ranks.device)
+    if ranks.device.type == "cuda":
+        norm_kernels.enable(model)
     _check_head(policy, ranks.device)
     model.train()
     names = set(model._no_split_modules or [])
@@ -129,7 +140,8 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
         kwargs = config.gradient_checkpointing_kwargs or {}
         if kwargs.get("offload") and (tokens := config.token_budget or longest):
             width = (compute_dtype(config, ranks.device) or model.dtype).itemsize
-            checkpointing.check_host_memory(model, tokens, width, config.save_attention, ranks.local_world_size)
+            own = -(-tokens // ranks.place_size)
+            checkpointing.check_host_memory(model, own, width, config.save_attention, ranks.local_world_size)
         checkpointing.enable(model, kwargs=kwargs, save_attention=config.save_attention)
     if ranks.mesh is not None:
         shard(policy, layers, ranks.mesh, compute_dtype=compute_dtype(config, ranks.device))

@@ -82,6 +82,37 @@ def test_saved_attention_is_not_run_again():
     assert counts == [6, 3], "three layers: forward and recomputation, against the forward alone"
 
 
+@pytest.mark.parametrize("levers", [{}, {"save_attention": True, "offload": True}], ids=["alone", "with the others"])
+def test_a_tile_runs_twice_and_not_a_third_time(levers):
+    """In the forward and in its own backward. A layer that is computed again stops at its MLP."""
+    trained = policy(layers=3, mlp_tile_tokens=16, **levers)
+    runs = []
+    for module in trained.modules():
+        if isinstance(tiled := module.__dict__.get("forward"), tiled_mlp._Tiled):
+            own = tiled.forward
+            tiled.forward = lambda tile, own=own: (runs.append(len(tile[0])), own(tile))[1]
+    loss_and_gradients(trained)
+    assert sum(runs) == 2 * 3 * TOKENS
+
+
+def test_a_tile_drops_the_same_elements_in_its_backward():
+    layer = torch.nn.Module()
+    layer.mlp = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 6)).double()
+    tiled_mlp.enable(layer, [layer], 4)
+    hidden = torch.randn(1, 10, 6, dtype=torch.float64)  # asks for no gradient, as behind a frozen embedding
+    torch.manual_seed(5)
+    out = layer.mlp(hidden)
+    after = torch.rand(3)
+    torch.manual_seed(6)
+    ours = torch.autograd.grad(out.square().sum(), list(layer.mlp.parameters()))
+    torch.testing.assert_close(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(6)))
+    torch.manual_seed(5)
+    plain = torch.cat([torch.nn.Sequential.forward(layer.mlp, tile) for tile in hidden.split(4, 1)], 1)
+    torch.testing.assert_close(torch.rand(3), after)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(ours, torch.autograd.grad(plain.square().sum(), list(layer.mlp.parameters())))
+
+
 def test_an_offloaded_layer_leaves_nothing_on_the_device(monkeypatch):
     """What is kept is a copy in host memory; one layer ahead of its use it comes back."""
     brought = []
