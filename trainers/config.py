@@ -7,7 +7,7 @@ where transformers has the field.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from trainers.config_base import SECTIONS, StrictModel
 from trainers.config_distillation import DistillationConfig
 from trainers.config_parts import CallableSpec, CollapseConfig
 from trainers.config_peft import PeftConfig
+from trainers.config_sft import SFTConfig
 from trainers.config_trainer import AsyncTrainerConfig, DType, PolicyLossConfig, TrainerConfig
 
 __all__ = [
@@ -30,21 +31,6 @@ __all__ = [
     "TrainerConfig",
     "TrainerConfigUnion",
 ]
-
-
-class SFTConfig(TrainerConfig):
-    """Supervised fine-tuning: a dataset row is a finished rollout."""
-
-    type: Literal["sft"] = Field("sft", description="Algorithm.")
-    max_length: int = Field(
-        1024, ge=2, description="Longest sequence in tokens; longer rows are dropped and counted. Default 1024."
-    )
-    learning_rate: float = Field(2e-5, ge=0, description="Peak learning rate. Default 2e-5.")
-    rope_parameters: dict[str, Any] | None = Field(
-        None,
-        description="Rotary scaling for sequences beyond the window the model was trained on, as "
-        "`{rope_type: yarn, factor: auto}`; the base and the trained window are read from the model. Default: the model's own.",
-    )
 
 
 class GRPOConfig(PolicyLossConfig):

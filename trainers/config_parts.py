@@ -24,13 +24,21 @@ class CallableSpec(StrictModel):
 class DatasetConfig(StrictModel):
     """Where prompts come from and which columns they have."""
 
-    path: str = Field(description="A .jsonl, .json or .parquet file, a folder written by `datasets.save_to_disk`, or a hub id.")
+    path: str = Field(
+        description="A .jsonl, .json or .parquet file, a folder written by `datasets.save_to_disk`, or a hub id; for `books` "
+        "also a folder of .txt files."
+    )
     split: str = Field("train", description="Split of a hub dataset; ignored for a single file. Default train.")
     prompt_column: str = Field(
         "prompt", description="Column with the prompt: a list of chat messages, or a string (one user message). Default prompt."
     )
     completion_column: str = Field(
         "completion", description="SFT only: column with the target completion (messages or a string). Default completion."
+    )
+    messages_column: str | None = Field(
+        None,
+        description="SFT only: column with whole conversations, in place of prompt and completion; every token but the first "
+        "is trained, or with `assistant_only_loss` what the assistant says. Default none.",
     )
     system_prompt: str | None = Field(None, description="System message put before every prompt. Default none.")
     streaming: bool = Field(

@@ -56,7 +56,7 @@ class Chat:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._kwargs = dict(template_kwargs or {})
         self._tools = list(tools)
-        self._backend = _backend_of(tokenizer)
+        self._backend = backend_of(tokenizer)
         self._decodes_plainly = self._backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", True)
         self._cuts = _cuts_of(self._backend) if self.has_template else {}
         if self._tools:
@@ -171,7 +171,7 @@ def _template_text(tokenizer: Any, tools: list[dict]) -> str:
     return str(tokenizer.get_chat_template(None, tools) if hasattr(tokenizer, "get_chat_template") else tokenizer.chat_template)
 
 
-def _backend_of(tokenizer: Any) -> Any:
+def backend_of(tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` behind a fast tokenizer that adds nothing of its own to it, else None.
 
     Called directly it does without what transformers checks at every call and without character offsets: a third of the time.
