@@ -84,6 +84,18 @@ class TrainerConfig(StrictModel):
         description="Run each layer's MLP over slices of this many tokens, so that its wide tensors never exist for the whole "
         "row. None (default): at once.",
     )
+    cp_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each row by ring attention. Needs rows of one sequence (packing=false; "
+        "elsewhere token_budget=0 and per_device_train_batch_size=1). Default 1.",
+    )
+    sp_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each row by Ulysses (all-to-all over the attention heads, which it divides); beside "
+        "cp_size, cp_size × sp_size ranks do. Default 1.",
+    )
 
     # Bookkeeping
     logging_steps: int = Field(1, ge=1, description="Log every this many steps. Default 1.")
@@ -133,6 +145,24 @@ class TrainerConfig(StrictModel):
                 raise ValueError(
                     f"{name} is about what gradient checkpointing keeps: set gradient_checkpointing=true, or leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_can_be_shared(self) -> TrainerConfig:
+        counted = self.token_budget is not None and self.token_budget <= 0 and self.per_device_train_batch_size == 1
+        if self.cp_size > 1 and getattr(self, "packing", True) and not counted:
+            switch = "packing=false" if hasattr(self, "packing") else "token_budget=0 and per_device_train_batch_size=1"
+            raise ValueError(
+                f"cp_size={self.cp_size} with packing: ring attention runs one sequence a row. Set {switch}, or write "
+                f"sp_size={self.cp_size}, which packs"
+            )
+        multiple = 2 * self.cp_size * self.sp_size if self.cp_size > 1 else self.sp_size
+        longest = getattr(self, "max_length", None)
+        if longest is not None and longest % multiple:
+            raise ValueError(
+                f"max_length={longest} does not divide among cp_size × sp_size = {self.cp_size} × {self.sp_size} ranks, which "
+                f"need a multiple of {multiple}: write {longest + -longest % multiple}. Shorter sequences are padded"
+            )
         return self
 
     @model_validator(mode="after")

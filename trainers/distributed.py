@@ -1,6 +1,7 @@
 """Ranks: process groups, the device mesh, sharding, and the small collectives the loop needs.
 
-    torchrun ─▶ init_distributed ─▶ Ranks ─▶ shard(model) ─▶ DTensor parameters
+    torchrun ─▶ init_distributed ─▶ Ranks ─▶ shard(model) ─▶ DTensor parameters, over all ranks
+                                     ├─▶ sequence: the ranks of dp × cp × sp that share this one's rows
                                      └─▶ rank_zero(fn): runs on rank 0, every rank gets the result or the error
 
 Two groups: the default one carries tensors (NCCL on GPUs, gloo on CPU), `control` is always gloo and carries Python objects.
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainers import errors
+from trainers.sequence_parallel import Axis, SequenceParallel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +44,27 @@ class Ranks:
     mesh: DeviceMesh | None
     control: dist.ProcessGroup | None
     local_world_size: int = 1
+    sequence: SequenceParallel | None = None  # the ranks that share this one's rows; None: nobody does
+
+    @property
+    def place_size(self) -> int:
+        """Ranks that are given the same rows."""
+        return self.sequence.size if self.sequence is not None else 1
+
+    @property
+    def dp_size(self) -> int:
+        """Rows of a micro-batch."""
+        return self.world_size // self.place_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them is this rank's, whole or in part."""
+        return self.rank // self.place_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank counts what all know that share its rows."""
+        return self.sequence is None or self.sequence.leads
 
     @property
     def is_main(self) -> bool:
@@ -112,14 +135,24 @@ class Ranks:
             dist.barrier(group=self.control)
 
 
-def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False) -> Ranks:
+def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False, cp_size: int = 1, sp_size: int = 1) -> Ranks:
     """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK), or be the only one.
 
     Args:
         timeout_s: how long a rank waits for another in a collective; above the longest wait of rank 0 for a server or rollout.
         needs_mesh: make a mesh of size 1 for a single process too (mixed precision is FSDP's).
+        cp_size, sp_size: ranks that share a row, by ring attention and by heads.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world % (cp_size * sp_size):
+        more = -(-world // (cp_size * sp_size)) * cp_size * sp_size
+        raise errors.ConfigError(
+            f"cp_size × sp_size = {cp_size} × {sp_size} ranks share each row, and {world} ranks are no multiple of that: start "
+            f"{more}, or lower cp_size or sp_size"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -135,7 +168,18 @@ def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False) -> 
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup), "every rank is a member"
-    return Ranks(rank, world, local_rank, device, mesh, control, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    sequence = share_rows(device, world, cp_size, sp_size) if cp_size * sp_size > 1 else None
+    return Ranks(rank, world, local_rank, device, mesh, control, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), sequence)
+
+
+def share_rows(device: torch.device, world: int, cp_size: int, sp_size: int) -> SequenceParallel:
+    """This rank's place among those that share its rows: neighbours by `sp`, whose exchanges are the largest, then by `cp`."""
+    mesh = init_device_mesh(device.type, (world // (cp_size * sp_size), cp_size, sp_size), mesh_dim_names=("dp", "cp", "sp"))
+
+    def axis(name: str, size: int) -> Axis:
+        return Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) if size > 1 else Axis()
+
+    return SequenceParallel(axis("cp", cp_size), axis("sp", sp_size))
 
 
 def shutdown_distributed() -> None:

@@ -171,7 +171,7 @@ class TrainLoop:
         start = {
             "resume_dir": resume,
             "version": self.version,
-            "world_size": self.ranks.world_size,
+            "world_size": self.ranks.dp_size,
             "resume_step": state.global_step,
         }
         self.info = self.ranks.rank_zero(lambda: self.source.start(**start))
@@ -257,17 +257,18 @@ class TrainLoop:
         step_loss = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
         with self.timer.device("fwd_bwd"):
             for row in work.rows:
-                batch = PackedBatch.from_row(row, self.ranks.device)
+                batch = PackedBatch.from_row(row, self.ranks.device, sequence=self.ranks.sequence)
                 outputs = self.policy(batch)
                 if batch.terms:
                     output = self.algorithm.loss(loss_inputs(outputs, batch))
-                    loss = normalise(output, work.totals, self.ranks.world_size)
-                    self.window.add(output.metrics)
+                    loss = normalise(output, work.totals, self.ranks.dp_size)
+                    if self.ranks.leads:  # ranks that share a row all know its metrics
+                        self.window.add(output.metrics)
                 else:
                     # No terms: a zero that depends on every parameter, so that sharded gradients are reduced by all ranks.
                     loss = outputs[0].sum()
                 loss.backward()
-                step_loss += loss.detach()
+                step_loss += loss.detach() if self.ranks.leads else 0.0 * loss.detach()
         with self.timer.device("optimizer"):
             norm = optim.clip_gradients(self.policy, self.config.max_grad_norm)
             # The step's one synchronisation: what is not finite must not reach the weights, the servers or a checkpoint.

@@ -2,6 +2,8 @@
 
     all ranks on one node: every rank ─▶ RowClient ─▶ the rollout process        else: rank 0 ─▶ source ─▶ scatter
 
+Rows are numbered by data-parallel place: ranks that share their rows (cp, sp) fetch the same.
+
 A rank that cannot fetch fails the step on every rank, and none waits for it: the ranks agree before they use what they got.
 """
 
@@ -52,11 +54,11 @@ class RankRows:
             RolloutError: on every rank, if any could not fetch; where the process died, rank 0 says how.
         """
         if not self._own:
-            ranks = range(self._ranks.world_size)
+            places = range(self._ranks.dp_size)
             # Not sent with what rank 0 says of the step: each rank would get the rows of all.
             parts: list[list[PackedRow]] = []
-            self._ranks.rank_zero(lambda: parts.extend(self._from_source().fetch(index, rank) for rank in ranks))
-            return self._ranks.scatter(parts)
+            self._ranks.rank_zero(lambda: parts.extend(self._from_source().fetch(index, place) for place in places))
+            return self._ranks.scatter([part for part in parts for _ in range(self._ranks.place_size)])
         rows: list[PackedRow] = []
         failure: LoopwrightError | None = None
         try:
@@ -70,7 +72,7 @@ class RankRows:
 
     def _fetch(self, index: int) -> list[PackedRow]:
         if self._client is not None:
-            return self._client.fetch(index, self._ranks.rank)
+            return self._client.fetch(index, self._ranks.dp_rank)
         return self._from_source().fetch(index, 0)
 
     def _from_source(self) -> StepSource:

@@ -37,7 +37,12 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     """This process among the ranks that a launcher started; collectives wait longer than rank 0 ever waits for others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest_wait_s = max(config.rollout_worker_timeout, getattr(config, "vllm_server_timeout", 0.0))
-    return init_distributed(2 * longest_wait_s + 600.0, needs_mesh=compute_dtype(config, device) is not None)
+    return init_distributed(
+        2 * longest_wait_s + 600.0,
+        needs_mesh=compute_dtype(config, device) is not None,
+        cp_size=config.cp_size,
+        sp_size=config.sp_size,
+    )
 
 
 def build_loop(
@@ -72,7 +77,8 @@ def build_loop(
     """
     check_schedule(config)
     seed_everything(config.seed + ranks.rank)
-    attention.install(ranks.device, compute_dtype(config, ranks.device) or torch.float32, log=ranks.is_main)
+    dtype = compute_dtype(config, ranks.device) or torch.float32
+    attention.install(ranks.device, dtype, log=ranks.is_main, on_ring=config.cp_size > 1)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config)
     model = model if model is not None else load_model(config)
     if optimizers[0] is not None and config.peft is not None and not lora.is_attached(model):

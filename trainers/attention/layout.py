@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainers.sequence_parallel import SequenceParallel
+
 
 @dataclass(slots=True)
 class PackedLayout:
@@ -22,9 +24,12 @@ class PackedLayout:
     segments: int
     max_seqlen: int
     block_mask: Any = None  # flex only: made by the backend at the first layer, shared by the others
+    sequence: SequenceParallel | None = None  # the ranks that share this row; each has a part of its T tokens
 
     @classmethod
-    def from_numpy(cls, cu_seqlens: np.ndarray, device: torch.device | str) -> PackedLayout:
+    def from_numpy(
+        cls, cu_seqlens: np.ndarray, device: torch.device | str, sequence: SequenceParallel | None = None
+    ) -> PackedLayout:
         lengths = np.diff(cu_seqlens)
         assert len(lengths) and lengths.min() > 0, f"a segment of a packed row is empty: lengths {lengths.tolist()}"
         max_seqlen = int(lengths.max())
@@ -35,4 +40,5 @@ class PackedLayout:
             pad_index=torch.from_numpy(pad_index.astype(np.int64)).to(device, non_blocking=True),
             segments=len(lengths),
             max_seqlen=max_seqlen,
+            sequence=sequence,
         )
