@@ -102,8 +102,7 @@ def _teachers(samples: Sequence[Sample], teachers: Sequence[str]) -> tuple[np.nd
         if sample.teacher not in numbers:
             raise ConfigError(
                 f"a sample of row {sample.group} was scored by a teacher {sample.teacher!r}, and teacher_server_urls names "
-                f"{', '.join(teachers) or 'none'}: name it again, or delete the checkpoint's rollout_buffer.npz, and its "
-                "prompts are generated anew"
+                f"{', '.join(teachers) or 'none'}: name it again"
             )
     counts = [sample.trained_tokens for sample in samples]
     logprobs = [

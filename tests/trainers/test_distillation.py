@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from trainers.config import DistillationConfig
 from trainers.errors import ConfigError
 from trainers.head import token_logprobs
 from trainers.packing import pack_row, pack_step
+from trainers.rollouts.buffer import buffer_arrays
 from trainers.rollouts.reconcile import reconcile
+from trainers.rollouts.snapshot import Snapshot, read_samples, write_snapshot
 from trainers.types import Prompt, Rollout, RolloutGroup, Sample, StepPlan, TeacherScores, TurnRecord, VersionSpan
 
 TWO = {"math": "http://localhost:8001", "code": "http://localhost:8002"}
@@ -79,6 +82,26 @@ def test_a_policy_gradient_keeps_the_samplers_tops_and_needs_the_realised_token(
     assert sample.teacher_logprobs is not None
     np.testing.assert_array_equal(sample.teacher_logprobs, np.array([-0.1, -0.5], np.float32))
     assert sample.candidate_ids is not None and sample.candidate_ids.tolist() == [7, 1, 0, 4, 8]
+
+
+def test_a_sample_is_for_one_loss_and_one_temperature_of_the_teachers():
+    """Tops are the teacher's or the sampler's, and a teacher's logprobs hold for the temperature it was asked at."""
+    variants: list[dict[str, Any]] = [{}, {"loss": "policy_gradient"}, {"teacher_temperature": 2.0}]
+    assert len({Distillation(config(**fields)).objective for fields in variants}) == 3
+    assert Distillation(config(beta=0.5, temperature=0.7)).objective == Distillation(config()).objective
+
+
+@pytest.mark.parametrize("loss", ["jsd", "policy_gradient"])
+def test_samples_that_wait_in_a_checkpoint_are_read_for_their_own_loss_alone(tmp_path: Path, caplog: Any, loss: str):
+    saved, resumed = Distillation(config()), Distillation(config(loss=loss))
+    waiting = saved.samples(scored(said([True] * 3, [-0.1, -0.2, -0.5], [[3], [8], [5]], [[-1], [-2], [-3]])))
+    state = {"objective": saved.objective}
+    write_snapshot(tmp_path, Snapshot(state, buffer_arrays(waiting), []))
+    read = read_samples(tmp_path, state, resumed.objective)
+    if loss == "jsd":
+        assert [sample.top_ids.tolist() for sample in read if sample.top_ids is not None] == [[[3], [8], [5]]]
+    else:
+        assert read == [] and "samples kept for distillation loss=jsd" in caplog.text
 
 
 def test_a_sample_without_a_scored_position_trains_nothing():

@@ -56,6 +56,28 @@ async def test_a_resumed_run_trains_the_same_steps(tmp_path: Path) -> None:
     await trainer.engine.close()
 
 
+@pytest.mark.parametrize("kept_for", [None, "grpo", "distillation loss=jsd teacher_temperature=1"])
+async def test_samples_kept_for_another_objective_are_generated_anew(tmp_path: Path, caplog, kept_for: str | None) -> None:
+    """Their likeliest tokens are another model's. None: a checkpoint from before there was a second objective."""
+    trainer = Trainer(fake_config(per_device_train_batch_size=2), fake_rows(4), tmp_path)
+    await finish_all(trainer)
+    trainer.save()
+    assert trainer.saved is not None
+    file = trainer.saved / STATE_FILE
+    state = json.loads(file.read_text())
+    assert state.pop("objective") == "grpo"
+    file.write_text(json.dumps(state | ({} if kept_for is None else {"objective": kept_for})))
+    generated = len(trainer.names)
+    await trainer.kill()
+    await run_out(trainer)
+    other = kept_for not in (None, "grpo")
+    generations = {trainer.names[name][2] for step in trainer.trained for name in step}
+    assert generated == 8 and len(generations) == 4 and (min(generations) >= 8) == other
+    assert trainer.engine.ledger.summary == {0: {"trained": 4, "dropped": {}}}
+    assert ("samples kept for distillation loss=jsd teacher_temperature=1 are no samples for grpo" in caplog.text) == other
+    await trainer.engine.close()
+
+
 async def test_the_passes_told_with_a_step_count_what_it_trains_and_at_the_end_all_that_was_dropped(tmp_path: Path) -> None:
     """Steps of two samples, groups of two: a step is a prompt. It is asked for before the one before it is committed."""
     config = fake_config(per_device_train_batch_size=2, shuffle=False, queue_maxsize=8)

@@ -65,7 +65,7 @@ class LossOutput:
 class Algorithm(Protocol):
     """An objective. Constructed from its config in both processes."""
 
-    name: str
+    objective: str  # with all that says what samples' optional fields are; those kept for another one are not trained
     generates: bool  # False: a dataset row is a finished rollout
 
     def __init__(self, config: Any) -> None: ...

@@ -17,11 +17,12 @@ from trainers.types import Prompt, RolloutGroup, Sample, TeacherScores
 class Distillation:
     """A group is one rollout, and its advantage the weight of its tokens: 1, or what makes every teacher weigh the same."""
 
-    name = "distillation"
     generates = True
 
     def __init__(self, config: DistillationConfig) -> None:
         self.config = config
+        # One loss has tops of the teacher, the other of the sampler.
+        self.objective = f"distillation loss={config.loss} teacher_temperature={config.teacher_temperature:g}"
         self.dense = config.loss == "jsd"
         self.beta = config.beta if self.dense else 1.0  # of a policy gradient the divergence is reported only
 

@@ -15,7 +15,7 @@ from trainers.types import Prompt, RolloutGroup, Sample
 class GRPO:
     """Advantage (R − mean) / (population std + 1e-8) over the group's scorable rollouts; clipped ratio, scores centered."""
 
-    name = "grpo"
+    objective = "grpo"
     generates = True
 
     def __init__(self, config: GRPOConfig) -> None:

@@ -15,7 +15,7 @@ from trainers.types import Prompt, RolloutGroup, Sample
 class SFT:
     """A dataset row is a finished rollout: prompt tokens are context, completion tokens are trained."""
 
-    name = "sft"
+    objective = "sft"
     generates = False
 
     def __init__(self, config: SFTConfig) -> None:

@@ -80,7 +80,7 @@ def read_buffer(file: Path) -> list[Sample]:
         if found != FORMAT:
             raise ConfigError(
                 f"{file} has format {found}, and this version reads format {FORMAT}: resume with the version that wrote it, or "
-                "delete the file, and its prompts are generated anew"
+                "begin a new run from its model"
             )
         arrays = {name: stored[name] for name in stored.files}
     stops = np.cumsum(arrays["lengths"])[:-1]

@@ -29,15 +29,14 @@ from trainers.data import PromptBuilder, Rows
 from trainers.errors import ConfigError, DatasetError, NoProgress
 from trainers.metrics import MetricBag
 from trainers.rollouts.admission import Situation, decide
-from trainers.rollouts.buffer import buffer_arrays, read_buffer
+from trainers.rollouts.buffer import buffer_arrays
 from trainers.rollouts.inspection import Inspection
 from trainers.rollouts.ledger import Key, Ledger, begun_anew
 from trainers.rollouts.reading import StreamReader
 from trainers.rollouts.rejections import Rejections, check_use
-from trainers.rollouts.snapshot import Snapshot, read_kept, read_state
+from trainers.rollouts.snapshot import Snapshot, read_kept, read_samples, read_state
 from trainers.rollouts.source import Dropped, RolloutSource
 from trainers.rollouts.steps import StepQueue
-from trainers.step_source import BUFFER_FILE
 from trainers.streams import Stream
 from trainers.types import Prompt, RolloutGroup, Sample, Step
 
@@ -166,6 +165,7 @@ class StepEngine:
             "model_version": self._version if self._version is not None else self._steps.next_version,
             "step": self._steps.last_committed,
             "fingerprint": self.fingerprint,
+            "objective": self.algorithm.objective,
             "rng": self.rng.bit_generator.state,
             "rollouts_finished": self._inspection.finished,
         }
@@ -195,10 +195,10 @@ class StepEngine:
         self.ledger.load_state_dict(state)
         self.rng.bit_generator.state = state["rng"]
         self._inspection.restore(state.get("rollouts_finished", 0), read_kept(directory))
-        if lost or not (directory / BUFFER_FILE).exists():
+        if lost:
             return  # without its rows' numbers, a sample cannot be told from what is generated anew
-        version = self._steps.next_version
-        fresh = [sample for sample in read_buffer(directory / BUFFER_FILE) if not self._steps.stale(sample, version)]
+        kept, version = read_samples(directory, state, self.algorithm.objective), self._steps.next_version
+        fresh = [sample for sample in kept if not self._steps.stale(sample, version)]
         for group, samples in Counter(sample.group for sample in fresh).items():
             self.ledger.restored(_key(group), samples)
         self._steps.put(fresh)

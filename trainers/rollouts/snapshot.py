@@ -4,15 +4,19 @@ rollouts to be looked at were not written down yet."""
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.errors import ConfigError, DatasetError
-from trainers.rollouts.buffer import write_buffer
+from trainers.rollouts.buffer import read_buffer, write_buffer
 from trainers.rollouts.ledger import FORMAT
 from trainers.step_source import BUFFER_FILE, KEPT_FILE, STATE_FILE
+from trainers.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 class Snapshot(NamedTuple):
@@ -37,6 +41,21 @@ def read_kept(directory: Path) -> list[dict[str, Any]]:
     """The rollouts of a snapshot that are still to be written down."""
     file = directory / KEPT_FILE
     return json.loads(file.read_text()) if file.exists() else []
+
+
+def read_samples(directory: Path, state: dict[str, Any], objective: str) -> list[Sample]:
+    """The samples of a snapshot, if they were kept, and for `objective`: what their optional fields are is its matter.
+
+    Raises:
+        ConfigError: they were written in another format.
+    """
+    if not (directory / BUFFER_FILE).exists():
+        return []
+    kept_for = state.get("objective", "grpo")  # where it is not said, there was no other that generates
+    if kept_for != objective:
+        logger.warning("samples kept for %s are no samples for %s: their prompts are generated anew", kept_for, objective)
+        return []
+    return read_buffer(directory / BUFFER_FILE)
 
 
 def read_state(directory: Path, source: str, fingerprint: str, allow_change: bool) -> dict[str, Any] | None:
