@@ -239,10 +239,10 @@ async def test_requests_on_a_server_that_hangs_are_tried_elsewhere(monkeypatch: 
 
 async def test_the_only_server_is_waited_for_while_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy server may answer late; what is in flight is not thrown away."""
-    monkeypatch.setattr("trainers.rollouts.client.LOOK_S", 0.02)
     stub = StubServer()
     stub.delay_s = 0.5
     async with pool_of(stub) as (pool, retries):
+        monkeypatch.setattr("trainers.rollouts.client.LOOK_S", 0.02)
         turn = asyncio.create_task(one_turn(pool))
         stub.mute = True
         assert len((await turn).output_ids) == 3 and not retries

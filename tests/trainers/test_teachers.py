@@ -148,6 +148,14 @@ async def test_a_teacher_that_is_not_there_is_named() -> None:
             await built(student, {"here": url}, rows("here"), vllm_server_timeout=0.1)
 
 
+async def test_a_teacher_that_never_scores_is_not_waited_for_without_end() -> None:
+    stub = StubTeacher()
+    stub.faults.append("hang")
+    with pytest.raises(ServerError, match=r"teacher `t0` \(http.*failed at the first sequence.*: no answer within"):
+        async with scoring(stub, vllm_server_timeout=1.0):
+            pass
+
+
 # Vocabulary
 
 OTHER = {7: "x7", 290: None}

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainers.errors import ServerCapabilityError, ServerError
-from trainers.rollouts.protocol import PLAIN, RequestFailed, Retryable, SamplingForm
+from trainers.rollouts.protocol import PLAIN, Retryable, SamplingForm
 from trainers.rollouts.student_server import StudentServer
 from trainers.rollouts.students import LOOK_AGAIN_S, Students
+from trainers.rollouts.tries import Tries
 from trainers.types import TurnRecord
 
 UNREACHABLE_S = 30.0
 LOOK_EVERY_S = 3.0
-LONGEST_PAUSE_S = 10.0
 LATECOMERS_S = 10.0  # after the first server answered, the others are waited for so long
 
 
@@ -55,8 +55,7 @@ class ServerPool:
 
     Args:
         urls: of the servers, without `/v1`.
-        budget_s: seconds a request may take, all its tries and pauses together. One try takes at most half of it, so that
-            an answer that was lost leaves time for another.
+        budget_s: seconds a request may take, all its tries and pauses together; one try takes at most half of it.
         ceiling: most rollouts in flight on all servers together.
         on_retry: called once for every request that is sent again, with the cause.
         on_outage: called again and again while a request waits because no server is there.
@@ -149,18 +148,16 @@ class ServerPool:
             RequestFailed: refused, or out of budget.
             ServerError: no server is left.
         """
-        deadline = time.monotonic() + self._budget_s
-        pause_s, tries = self._first_pause_s, 0
+        tries = Tries(self._budget_s, self._first_pause_s, self._jitter)
         failed: set[StudentServer] = set()  # since the last pause
         while True:
             if not lease.server.usable:
-                deadline += await self._find_another(lease)
+                tries.forgive(await self._find_another(lease))
             server, wanted = lease.server, version()
             self.students.asked_for(wanted, adapter)
-            limit_s = min(deadline - time.monotonic(), self._budget_s / 2)
             try:
                 turn = await server.attempt(
-                    limit_s,
+                    tries.begin(),
                     prompt_ids,
                     temperature=temperature,
                     max_tokens=max_tokens,
@@ -179,18 +176,15 @@ class ServerPool:
                 self._last_error, cause = str(error), "old_weights"
                 self.students.set_aside(server, str(error))
             self._require_a_server()
-            tries += 1
             failed.add(server)
             others = [other for other in self.students.usable() if other not in failed]
-            pause_now_s = 0.0 if others else pause_s * (0.75 + 0.5 * self._jitter.random())
-            if deadline - time.monotonic() <= pause_now_s:
-                raise RequestFailed(cause, f"{self._last_error} (given up after {tries} tries)")
+            pause_s = 0.0 if others else tries.pause()
+            tries.check(pause_s, cause, self._last_error)
             self._on_retry(cause)
             if others:
                 self._move(lease, min(others, key=lambda other: other.fullness))
             else:
-                await asyncio.sleep(pause_now_s)
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                await asyncio.sleep(pause_s)
                 failed.clear()
 
     async def _find_another(self, lease: Lease) -> float:

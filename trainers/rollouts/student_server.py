@@ -13,8 +13,8 @@ from typing import Any
 
 from trainers.rollouts.client import GenerateClient
 from trainers.rollouts.concurrency import AdaptiveCap
-from trainers.rollouts.protocol import Retryable
 from trainers.rollouts.server_load import ServerLoad
+from trainers.rollouts.tries import within
 from trainers.types import TurnRecord
 
 FAILURES_TO_REST = 3
@@ -76,17 +76,12 @@ class StudentServer:
 
     async def attempt(self, limit_s: float, prompt_ids: Any, **request: Any) -> TurnRecord:
         """`GenerateClient.attempt`, within `limit_s` seconds. Raises `Retryable` with cause `timeout` after that."""
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(limit_s) as scope:
-                self._attempts.add(scope)
-                try:
-                    turn = await self.client.attempt(prompt_ids, **request)
-                finally:
-                    self._attempts.discard(scope)
-        except TimeoutError as error:
-            waited_s = time.monotonic() - began
-            raise Retryable("timeout", f"{self.client.base_url}: no answer within {waited_s:.1f} s") from error
+        async with within(limit_s, f"{self.client.base_url}: ") as scope:
+            self._attempts.add(scope)
+            try:
+                turn = await self.client.attempt(prompt_ids, **request)
+            finally:
+                self._attempts.discard(scope)
         self.answered()
         return turn
 

@@ -23,10 +23,10 @@ import numpy as np
 from trainers.config_distillation import key_variable
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.failures import FailureWindow
-from trainers.rollouts.pool import LONGEST_PAUSE_S
-from trainers.rollouts.protocol import RequestFailed, Retryable
+from trainers.rollouts.protocol import Retryable
 from trainers.rollouts.teacher_answers import Scored
 from trainers.rollouts.teacher_client import KEYS, TeacherClient, TeacherNeeds
+from trainers.rollouts.tries import Tries, within
 
 _TOLD_EVERY_S = 1.0  # while it is waited for
 
@@ -86,10 +86,11 @@ class Teacher:
                 f"{student_max_model_len + 1} or more, or the student's with less"
             )
 
-    async def probe(self, vocab_size: int) -> None:
-        """As `TeacherClient.probe`, but for a failure of any kind: `ServerError`."""
+    async def probe(self, wait_s: float, vocab_size: int) -> None:
+        """As `TeacherClient.probe`, but for a failure of any kind, and an answer that `wait_s` did not bring: `ServerError`."""
         try:
-            await self.client.probe(vocab_size)
+            async with within(wait_s):
+                await self.client.probe(vocab_size)
         except Retryable as error:
             raise ServerError(f"{self.label} failed at the first sequence it was to score: {error}") from error
 
@@ -114,38 +115,28 @@ class Teacher:
             del self._waiting[call]
 
     async def _scored(self, *request: Any) -> Scored:
-        deadline, pause_s, tries = time.monotonic() + self._budget_s, self._first_pause_s, 0
+        tries = Tries(self._budget_s, self._first_pause_s, self._jitter)
         while True:
             began = time.monotonic()
             try:
-                scored = await self._attempt(min(deadline - began, self._budget_s / 2), *request)
+                async with within(tries.begin()):
+                    scored = await self.client.attempt(*request)
                 self._down_since = None
                 return scored
             except Retryable as error:
                 self._last_error, cause = str(error), error.cause
-            tries += 1
-            pause_now_s = pause_s * (0.75 + 0.5 * self._jitter.random())
+            pause_s = tries.pause()
             if cause in ("connection", "reset"):
                 self._down_since = self._down_since or time.monotonic()
                 if time.monotonic() - self._down_since > self._budget_s:
                     raise ServerError(f"{self._trouble()}; vllm_server_timeout is {self._budget_s:g} s")
-                await self._wait(pause_now_s)
-                deadline += time.monotonic() - began
+                await self._wait(pause_s)
+                tries.forgive(time.monotonic() - began)
             else:
                 self._down_since = None
-                if deadline - time.monotonic() <= pause_now_s:
-                    raise RequestFailed(cause, f"{self._last_error} (given up after {tries} tries)")
-                await asyncio.sleep(pause_now_s)
+                tries.check(pause_s, cause, self._last_error)
+                await asyncio.sleep(pause_s)
             self._on_retry(cause)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
-
-    async def _attempt(self, limit_s: float, *request: Any) -> Scored:
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self.client.attempt(*request)
-        except TimeoutError as error:
-            raise Retryable("timeout", f"no answer within {time.monotonic() - began:.1f} s") from error
 
     async def _wait(self, pause_s: float) -> None:
         until = time.monotonic() + pause_s

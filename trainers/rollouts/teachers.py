@@ -28,6 +28,7 @@ from trainers.rollouts.protocol import RequestFailed, Retryable
 from trainers.rollouts.reconcile import TokenSequence
 from trainers.rollouts.teacher import Teacher
 from trainers.rollouts.teacher_client import TeacherNeeds
+from trainers.rollouts.tries import within
 from trainers.rollouts.vocabulary import difference, served_difference, vocabulary_of
 from trainers.roster import plain_url
 from trainers.routing import teacher_of
@@ -83,7 +84,7 @@ class TeacherScorer(GroupScorer):
         for teacher in self._teachers.values():
             await teacher.open(self._wait_s, student_max_model_len)
             await self._check_vocabulary(teacher)
-            await teacher.probe(self._vocab_size)
+            await teacher.probe(self._wait_s, self._vocab_size)
 
     async def _check_vocabulary(self, teacher: Teacher) -> None:
         """Raises `ServerCapabilityError` if the teacher's is another; warns if that cannot be told."""
@@ -98,7 +99,8 @@ class TeacherScorer(GroupScorer):
             if theirs is not None:
                 found = difference(self._vocabulary, theirs)
             else:
-                found = await served_difference(self._tokenizer, sorted(self._vocabulary), server.facts.model, server.post)
+                async with within(self._wait_s):
+                    found = await served_difference(self._tokenizer, sorted(self._vocabulary), server.facts.model, server.post)
         except (Retryable, LookupError, ValueError) as error:
             _warn_of_unknown(teacher, f"no files of {server.facts.root} are on this machine, and {error}")
             return
