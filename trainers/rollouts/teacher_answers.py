@@ -54,7 +54,7 @@ def read_prompt_logprobs(data: bytes, token_ids: np.ndarray, start: int, top_k: 
         raise RequestFailed("bad_answer", f"the answer has no prompt_logprobs: {data[:200]!r}")
     chars = np.frombuffer(data, np.uint8, offset=begin)
     entries, ids, first = _entries(chars)
-    present = _positions(data, begin, int(first.sum()), len(token_ids))
+    present = _positions(data, int(first.sum()), len(token_ids))
     positions = present[np.cumsum(first) - 1] if len(entries) else np.zeros(0, np.int64)
     kept = int(np.searchsorted(positions, start))
     logprobs = _numbers(chars, entries[kept:] + len(_KEY)).astype(np.float32)
@@ -84,37 +84,30 @@ def _entries(chars: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return entries, ids.astype(np.int32), chars[at - 1] == ord("{")
 
 
-def _positions(data: bytes, begin: int, found: int, length: int) -> np.ndarray:
+class _Holder(msgspec.Struct, gc=False):
+    prompt_logprobs: list[msgspec.Raw] | None = None
+
+
+class _Gaps(_Holder, gc=False):
+    choices: list[_Holder] = []
+
+
+_GAPS_DECODER = msgspec.json.Decoder(_Gaps)
+
+
+def _positions(data: bytes, found: int, length: int) -> np.ndarray:
     """int64 [found]: the positions that have entries."""
     if found == length - 1:
         return np.arange(1, length)  # all but the first
     try:
-        decoder = msgspec.json.Decoder(list[msgspec.Raw])
-        elements = decoder.decode(_array(data[begin + len(_BEGIN) - 1 :]))
-    except (msgspec.DecodeError, ValueError) as error:
-        raise Retryable("bad_json", f"not a whole answer: {error}") from error
+        answer = _GAPS_DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Retryable("bad_json", f"not a whole answer, its prompt_logprobs do not end or are none: {error}") from error
+    elements = next((holder.prompt_logprobs for holder in (answer, *answer.choices) if holder.prompt_logprobs), [])
     present = np.flatnonzero([len(element) > 4 for element in elements])  # neither null nor {}
     if len(elements) != length or len(present) != found:
         raise RequestFailed("bad_answer", f"the server scored {len(elements)} positions ({found} with entries), not {length}")
     return present
-
-
-def _array(region: bytes) -> bytes:
-    """The array that `region` begins with. Slow: only for answers with gaps."""
-    depth, quoted, at = 0, False, 0
-    while at < len(region):
-        char = region[at]
-        if quoted:
-            at += char == ord("\\")
-            quoted = char != ord('"')
-        elif char == ord('"'):
-            quoted = True
-        elif char in b"[]":
-            depth += 1 if char == ord("[") else -1
-            if not depth:
-                return region[: at + 1]
-        at += 1
-    raise ValueError("its prompt_logprobs do not end")
 
 
 def _numbers(chars: np.ndarray, at: np.ndarray) -> np.ndarray:
