@@ -1,6 +1,6 @@
 """Whether a teacher reads the student's token ids as the student does: their vocabularies, id by id.
 
-    student's tokenizer ─┬─ teacher's, if its files are here ─▶ hashes of id→token ─▶ equal, or the first ids that differ
+    student's tokenizer ─┬─ teacher's, if its files are here ─▶ id→token of both ─▶ equal, or the first ids that differ
                          └─ else its server's /detokenize ────▶ text of every id, in chunks
 
 What is compared are the tokens that the tokenizers have, not the models' logit dimensions: those may be padded.
@@ -9,7 +9,6 @@ What is compared are the tokens that the tokenizers have, not the models' logit 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,11 +33,6 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
     return {index: token for token, index in tokenizer.get_vocab().items()}
 
 
-def vocabulary_hash(vocabulary: Vocabulary) -> str:
-    """Of the whole id→token map."""
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
-
-
 def local_tokenizer(root: str | None, trust_remote_code: bool) -> Any | None:
     """The tokenizer of what a server was started with, if its files are on this machine. Blocks."""
     from transformers import AutoTokenizer
@@ -56,7 +50,7 @@ def local_tokenizer(root: str | None, trust_remote_code: bool) -> Any | None:
 
 def difference(student: Vocabulary, teacher: Vocabulary) -> str | None:
     """The first ids that differ, in words; None: the vocabularies are the same."""
-    if vocabulary_hash(student) == vocabulary_hash(teacher):
+    if student == teacher:
         return None
     ids = [index for index in sorted(student.keys() | teacher.keys()) if student.get(index) != teacher.get(index)]
     shown = ", ".join(f"{index} is {_named(student.get(index))} and {_named(teacher.get(index))}" for index in ids[:_SHOWN])
