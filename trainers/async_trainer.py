@@ -56,12 +56,12 @@ class AsyncTrainer:
     def __init__(
         self,
         model: str | PreTrainedModel,
-        args: Any,
-        train_dataset: Any,
-        processing_class: Any,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None,
-        optimizers: tuple[Any, Any],
-        peft_config: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
     ) -> None:
         self._model: PreTrainedModel | None = None
         if not isinstance(model, str):

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedModel, TrainerCallback
-
 from trainers.arguments import AsyncDistillationConfig
 from trainers.async_trainer import AsyncTrainer
-from trainers.data import Rows, teacher_names
-from trainers.routing import check_teachers
+from trainers.data import Rows, check_columns
 from trainers.streams import Stream
 
 __all__ = ["AsyncDistillationConfig", "AsyncDistillationTrainer"]
@@ -38,18 +32,5 @@ class AsyncDistillationTrainer(AsyncTrainer):
 
     args_class = AsyncDistillationConfig
 
-    def __init__(
-        self,
-        model: str | PreTrainedModel,
-        args: Any = None,
-        train_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-    ) -> None:
-        super().__init__(model, args, train_dataset, processing_class, callbacks, optimizers, peft_config)
-
     def _check_data(self, data: Rows | Stream) -> None:
-        super()._check_data(data)
-        check_teachers(data.source, data.columns, teacher_names(data), self.config.teachers)
+        check_columns(data, self.config)
