@@ -15,7 +15,7 @@ import yaml
 from infra.registry import Registry, RunRow
 from tests.conftest import SharedServer
 from tests.flows.runs_for_real import ledger, processes, start, wait_for
-from tests.support.stub_server import in_thread
+from tests.support.in_thread import in_thread
 from tests.support.stub_teacher import StubTeacher
 from tests.support.tiny_model import build_tiny_model
 
@@ -67,7 +67,7 @@ def check_learnt(home: Path, run: RunRow, steps: int) -> None:
 @pytest.fixture
 def stubs() -> Iterator[dict[str, StubTeacher]]:
     first, second = (StubTeacher(seed, max_model_len=10_000, size=64) for seed in (1, 2))
-    with in_thread(first), in_thread(second):
+    with in_thread(first.run()), in_thread(second.run()):
         yield dict(zip(TEACHERS, (first, second), strict=True))
 
 

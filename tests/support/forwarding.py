@@ -1,20 +1,19 @@
-"""Connections on a fixed port, where a script without settings looks for its server, passed on to a server of the tests."""
+"""Connections on a port of choice passed on to a server of the tests: where a script without settings looks for its server."""
+
+from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
-
-import httpx
-import pytest
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 
-@contextlib.contextmanager
-def forwarded_from_port_8000(url):
-    """Passes connections on localhost:8000, where a script without settings looks for its server, to `url`."""
-    target = httpx.URL(url)
+@asynccontextmanager
+async def forwarding(url: str, port: int) -> AsyncIterator[str]:
+    """The address on localhost at which `url` is found as well."""
+    target = urlsplit(url)
 
-    async def pump(reader, writer):
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(65536):
                 writer.write(data)
@@ -24,26 +23,9 @@ def forwarded_from_port_8000(url):
         finally:
             writer.close()
 
-    async def connected(reader, writer):
-        there = await asyncio.open_connection(target.host, target.port)
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(target.hostname, target.port)
         await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
-    async def serve():
-        server = await asyncio.start_server(connected, sock=listener, backlog=512)
-        async with server:
-            started.set()
-            await asyncio.to_thread(stop.wait)
-
-    try:
-        listener = socket.create_server(("127.0.0.1", 8000))
-    except OSError as error:
-        pytest.skip(f"port 8000 is taken on this machine: {error}")
-    started, stop = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    started.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    async with await asyncio.start_server(connected, "127.0.0.1", port, backlog=512) as server:
+        yield f"http://localhost:{server.sockets[0].getsockname()[1]}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,6 +104,23 @@ trainer.save_model("final")
 if trainer.is_world_process_zero():
     print("OUTPUT", output.global_step, output.training_loss, sorted(output.metrics))
 """
+
+
+def quick_start(text: str, model: Path, **servers: Any) -> str:
+    """`text` as it is written, with the folder of a model. Only where `servers` (fields of its arguments) are not at their
+    default addresses, because other programs of this machine have those ports, is the script told of them."""
+    import trainers
+
+    (name,) = re.findall(r"from trainers import (\w+)", text)
+    usual = getattr(trainers, name).args_class()
+    text = text.replace("MODEL", str(model))
+    if all(getattr(usual, field) == value for field, value in servers.items()):
+        return text
+    folder = f"{model.name}-{name.removesuffix('Trainer')}"  # the default one
+    told = f"args={name}.args_class(output_dir={folder!r}, **{servers!r})"
+    before, data, after = text.partition("    train_dataset=dataset,\n")
+    assert data, text
+    return f"{before}{data}    {told},\n{after}"
 
 
 def block_flow_packages(folder: Path) -> Path:

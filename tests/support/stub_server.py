@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
 
 from aiohttp import web
 
 EOS = 1
-
-
-@contextmanager
-def in_thread(stub: StubServer, port: int = 0) -> Iterator[StubServer]:
-    """The stub, running in a thread with a loop of its own. Raises `OSError` if it cannot have the port."""
-    up, done = threading.Event(), threading.Event()
-    failed: list[OSError] = []
-
-    async def serve() -> None:
-        try:
-            async with stub.run(port):
-                up.set()
-                await asyncio.to_thread(done.wait)
-        except OSError as error:
-            failed.append(error)
-            up.set()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    up.wait()
-    try:
-        if failed:
-            raise failed[0]
-        yield stub
-    finally:
-        done.set()
-        thread.join()
 
 
 class StubServer:
@@ -63,7 +35,7 @@ class StubServer:
         self._max_model_len, self._generate = max_model_len, generate
 
     @asynccontextmanager
-    async def run(self, port: int = 0) -> AsyncIterator[StubServer]:
+    async def run(self, port: int = 0) -> AsyncIterator[Self]:
         app = web.Application()
         self.routes(app)
         runner = web.AppRunner(app, shutdown_timeout=0.1)

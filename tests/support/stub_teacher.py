@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ def logprob_table(seed: int, temperature: float = 1.0, vocabulary: int = VOCABUL
 
 
 class StubTeacher(StubServer):
-    """Scores by `logprob_table(seed, temperature)`. Faults as `StubServer`'s, for scoring requests after the first `spared`.
+    """Scores by `logprob_table(seed, temperature)`. Faults as `StubServer`'s, for scoring requests, the probes among them.
 
     Args:
         applies_temperature: false: as vLLM does by itself, whatever temperature a request has.
@@ -58,11 +56,6 @@ class StubTeacher(StubServer):
         self.keys: set[str | None] = set()  # headers `Authorization` of scoring requests
         self.at_once = self.most_at_once = 0
         self.says_nothing_of: set[int] = set()  # positions
-
-    @asynccontextmanager
-    async def run(self, port: int = 0) -> AsyncIterator[StubTeacher]:
-        async with super().run(port):
-            yield self
 
     def routes(self, app: web.Application) -> None:
         super().routes(app)

@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import HfArgumentParser, TrainingArguments
 
 import trainers
-from tests.support.forwarding import forwarded_from_port_8000
-from tests.support.scripts import run_script
-from tests.support.stub_server import in_thread
+from tests.support.forwarding import forwarding
+from tests.support.in_thread import in_thread, port_or_any
+from tests.support.scripts import quick_start, run_script
 from tests.support.stub_teacher import StubTeacher
 from trainers import AsyncDistillationConfig, AsyncDistillationTrainer, AsyncGRPOConfig
 from trainers.config import DistillationConfig
@@ -129,12 +129,11 @@ with open("after", "a") as file:
 @pytest.mark.server
 def test_the_quick_start_as_it_is_written(vllm_server, tmp_path):
     teacher = StubTeacher(max_model_len=10_000, size=64)
-    try:
-        teaching = in_thread(teacher, 8001)
-        with teaching, forwarded_from_port_8000(vllm_server.url):
-            done = run_script(QUICKSTART.replace("MODEL", str(vllm_server.model_dir)), tmp_path, key=vllm_server.key)
-    except OSError as error:
-        pytest.skip(f"port 8001 is taken on this machine: {error}")
+    student = forwarding(vllm_server.url, port_or_any(8000))
+    with in_thread(student) as url, in_thread(teacher.run(port_or_any(8001))):
+        urls = {"default": teacher.url.replace("127.0.0.1", "localhost")}
+        script = quick_start(QUICKSTART, vllm_server.model_dir, vllm_server_base_url=url, teacher_server_urls=urls)
+        done = run_script(script, tmp_path, key=vllm_server.key)
     assert done.returncode == 0, done.stderr
     (steps,) = (tmp_path / "after").read_text().split()
     checkpoint = tmp_path / f"{vllm_server.model_dir.name}-AsyncDistillation" / f"checkpoint-{steps}"

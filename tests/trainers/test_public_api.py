@@ -10,8 +10,9 @@ import pytest
 from datasets import Dataset
 
 import trainers
-from tests.support.forwarding import forwarded_from_port_8000
-from tests.support.scripts import CURRICULUM, QUICKSTART, ROOT, run_script
+from tests.support.forwarding import forwarding
+from tests.support.in_thread import in_thread, port_or_any
+from tests.support.scripts import CURRICULUM, QUICKSTART, ROOT, quick_start, run_script
 from tests.support.tiny_model import build_model, build_tokenizer
 from trainers import AsyncGRPOConfig, AsyncGRPOTrainer
 from trainers.errors import CheckpointError, ConfigError, DatasetError
@@ -197,8 +198,9 @@ def weight_version(server):
 
 @pytest.mark.server
 def test_the_quick_start_as_it_is_written(vllm_server, tmp_path):
-    with forwarded_from_port_8000(vllm_server.url):
-        done = run_script(QUICKSTART.replace("MODEL", str(vllm_server.model_dir)), tmp_path, key=vllm_server.key)
+    with in_thread(forwarding(vllm_server.url, port_or_any(8000))) as url:
+        script = quick_start(QUICKSTART, vllm_server.model_dir, vllm_server_base_url=url)
+        done = run_script(script, tmp_path, key=vllm_server.key)
     assert done.returncode == 0, done.stderr
     (steps,) = (tmp_path / "after").read_text().split()  # once: the rollout process stopped at train()
     assert int(steps) >= 3

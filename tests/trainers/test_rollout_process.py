@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.in_thread import in_thread
 from tests.support.stub_server import StubServer
 from tests.support.tiny_model import build_tokenizer
 from tests.support.weights import number_weights
@@ -47,23 +47,10 @@ def stub() -> Iterator[StubServer]:
 
 @contextmanager
 def running_stub() -> Iterator[StubServer]:
-    """A stub server on an event loop of its own, because the trainer's side blocks."""
-    server, loop, stop = StubServer(), asyncio.new_event_loop(), asyncio.Event()
-    ready = threading.Event()
-
-    async def serve() -> None:
-        async with server.run():
-            server._ids = [7, 2]
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(30)
-    yield server
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
+    server = StubServer()
+    server._ids = [7, 2]
+    with in_thread(server.run()):
+        yield server
 
 
 def rows(folder: Path, count: int) -> dict[str, Any]:
