@@ -40,15 +40,15 @@ class GroupRing:
 
     def __init__(self, ranks: Axis) -> None:
         assert ranks.group is not None, "a ring of one rank"
-        self.rank, self.size, self._group = ranks.rank, ranks.size, ranks.group
+        self.rank, self.size, self.group = ranks.rank, ranks.size, ranks.group
         self._next = dist.get_global_rank(ranks.group, (ranks.rank + 1) % ranks.size)
         self._previous = dist.get_global_rank(ranks.group, (ranks.rank - 1) % ranks.size)
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         came = torch.empty_like(tensor)
         operations = [
-            dist.P2POp(dist.isend, tensor, self._next, self._group),
-            dist.P2POp(dist.irecv, came, self._previous, self._group),
+            dist.P2POp(dist.isend, tensor, self._next, self.group),
+            dist.P2POp(dist.irecv, came, self._previous, self.group),
         ]
         works = dist.batch_isend_irecv(operations)
 
@@ -146,14 +146,14 @@ def backward(
     return d_q.to(q.dtype), d_kv[0].to(k.dtype), d_kv[1].to(v.dtype)
 
 
-_rings: dict[str, Ring] = {}  # by name: an operator takes no objects
+_rings: dict[str, GroupRing] = {}  # by name: an operator takes no objects
 
 
 def ring_of(ranks: Axis) -> str:
     """The name of a group's ring, for `ring_attention`."""
     assert ranks.group is not None, "a ring of one rank"
     name = ranks.group.group_name
-    if name not in _rings or not isinstance(_rings[name], GroupRing):
+    if name not in _rings or _rings[name].group is not ranks.group:
         _rings[name] = GroupRing(ranks)
     return name
 
