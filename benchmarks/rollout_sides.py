@@ -1,8 +1,8 @@
-"""One engine run of `rollout_engine`, in a process of its own that consumes as the trainer would.
+"""One engine's run, of `rollout_engine` or `teacher_scoring`, in a process of its own that consumes as the trainer would.
 
     stub ◀── worker child ──▶ this process: counts samples, seconds, CPU seconds of both, resident memory
 
-`run(side, …)` starts the engine's own child process and takes samples until enough were measured. Nothing is trained.
+The engine's own child process is started, and samples are taken until enough were measured. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from benchmarks import rollout_script
 if TYPE_CHECKING:
     from trainers.config import TrainerConfig
 
-NUM_GENERATIONS = 8
 CONCURRENCY = 256
 QUEUE = 1024
-_MAX_TOKENS = 512
-_STEP_ROWS, _ROW_TOKENS = 8, 16384
+STEP = {"gradient_accumulation_steps": 8, "token_budget": 16384, "max_staleness": 64}  # of ours
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: from the sample `warmup` on, until `seconds` passed (None: until the data or `samples` end)."""
+    """What to measure: from the sample `warmup` on, until `seconds` passed (None: until the data or `samples` end).
+
+    `length`: of a rollout, turns in `rollout_engine` and completion tokens in `teacher_scoring`.
+    """
 
     folder: Path
     url: str
     stub_pid: int
-    turns: int
+    length: int
     warmup: int
     samples: int
     seconds: float | None
@@ -100,11 +101,6 @@ class Meter:
         return Mark(time.perf_counter(), self.samples, self.tokens, self.trained, cpu_s, stub_s, rss / 2**20)
 
 
-def run(side: str, plan: Plan, memory_every: int) -> dict[str, Any]:
-    """Measure one engine: `ours` or `trl`."""
-    return measured({"ours": _ours, "trl": _trl}[side](plan), plan, memory_every)
-
-
 def measured(source: Iterator[Taken], plan: Plan, memory_every: int) -> dict[str, Any]:
     """What an engine does per second and sample, by what is taken from it."""
     meter = Meter(psutil.Process(plan.stub_pid))
@@ -124,30 +120,6 @@ def measured(source: Iterator[Taken], plan: Plan, memory_every: int) -> dict[str
                 break
     assert first is not None and last is not None, f"{meter.samples} samples are too few to measure: raise --samples"
     return {**last.since(first), "all_samples": meter.samples, "rss_mib": memory}
-
-
-def _ours(plan: Plan) -> Iterator[Taken]:
-    from trainers.config import GRPOConfig
-
-    prompts = plan.samples // NUM_GENERATIONS
-    config = GRPOConfig.model_validate(
-        {
-            "model": str(plan.folder),
-            "dataset": {"path": str(plan.folder / "dataset.jsonl"), "max_rows": prompts},
-            "reward_funcs": ["benchmarks.rollout_script:alternating"],
-            "tools": ["benchmarks.rollout_script:multiply"] if plan.turns > 1 else [],
-            "num_generations": NUM_GENERATIONS,
-            "max_completion_length": _MAX_TOKENS,
-            "max_concurrent_rollouts": CONCURRENCY,
-            "queue_maxsize": QUEUE,
-            "vllm_server_base_url": plan.url,
-            "gradient_accumulation_steps": _STEP_ROWS,
-            "token_budget": _ROW_TOKENS,
-            "max_staleness": 64,
-            "score_centering": False,  # it would ask the server for more than TRL does
-        }
-    )
-    yield from steps_taken(config, plan.folder, prompts)
 
 
 def steps_taken(config: TrainerConfig, folder: Path, prompts: int) -> Iterator[Taken]:
@@ -177,22 +149,6 @@ def _check_accounts(state: dict[str, Any], prompts: int) -> None:
     summary = state["epochs"]["0"]
     if summary["trained"] != prompts or summary["dropped"]:
         raise SystemExit(f"{prompts} prompts were given, but the ledger says {summary}")
-
-
-def _trl(plan: Plan) -> Iterator[Taken]:
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-
-    worker = AsyncRolloutWorker(
-        **worker_arguments(plan.folder),
-        reward_funcs=[rollout_script.alternating],
-        tools=[rollout_script.multiply] if plan.turns > 1 else None,
-        num_generations=NUM_GENERATIONS,
-        max_inflight_tasks=CONCURRENCY,
-        queue_maxsize=QUEUE,
-        vllm_server_url=plan.url,
-        max_tokens=_MAX_TOKENS,
-    )
-    yield from samples_taken(worker)
 
 
 def worker_arguments(folder: Path) -> dict[str, Any]:
