@@ -68,7 +68,8 @@ def servable_with(rank: int) -> dict[str, int]:
 def make_policy(server: Server, device: torch.device, rank: int, work_dir: str) -> tuple[GRPOConfig, Policy]:
     """The server's own model, read from its folder, with an adapter of `rank`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(server.model, dtype=dtype).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(server.model, dtype=dtype)
+    model.to(device)
     model.set_attn_implementation(attention.NAME)
     config = GRPOConfig.model_validate(
         {

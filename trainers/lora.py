@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from trainers.config import PeftConfig
 from trainers.distributed import full
 from trainers.errors import ConfigError
+from trainers.tensor_file import save_tensors
 
 ADAPTER = "default"  # peft's name of the one adapter a model has here
 PREFIX = "base_model.model."  # of every tensor in an adapter's file
@@ -187,18 +188,29 @@ def adapter_state(model: nn.Module, keep: bool, dtype: torch.dtype | None = None
     whole = {
         name: full(parameter.detach().to(dtype or parameter.dtype)) for name, parameter in adapter_parameters(model).items()
     }
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()} if keep else {}
+    return _on_host(whole) if keep else {}
+
+
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of them, views of one block per type: hundreds of small copies from a GPU would take longer than the bytes do."""
+    copies: dict[str, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        same = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        block = torch.cat([tensor.reshape(-1) for tensor in same.values()])
+        host = torch.empty(block.shape, dtype=dtype, pin_memory=block.is_cuda).copy_(block)
+        parts = host.split([tensor.numel() for tensor in same.values()])
+        copies |= {name: part.view(tensor.shape) for (name, tensor), part in zip(same.items(), parts, strict=True)}
+    return {name: copies[name] for name in tensors}
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
     """Write an adapter as peft reads it; `state` by `adapter_state`."""
     from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
     config: Any = model.peft_config[ADAPTER]  # type: ignore[index]
     named = get_peft_model_state_dict(model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({PREFIX + name: tensor.contiguous() for name, tensor in named.items()}, folder / "adapter_model.safetensors")
+    save_tensors({PREFIX + name: tensor for name, tensor in named.items()}, folder / "adapter_model.safetensors")
     fields = config.to_dict() | {"inference_mode": True}
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
     (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2, sort_keys=True, default=str))

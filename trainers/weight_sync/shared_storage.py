@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 
 from trainers.errors import WeightSyncError
+from trainers.tensor_file import save_tensors
 from trainers.weight_sync.layout import Layout
 from trainers.weight_sync.members import Member, each
 from trainers.weight_sync.staging import Staging
@@ -102,7 +102,7 @@ class WeightFiles:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
             path = self.folder(size) / f"{name}.safetensors"
-            save_file(tensors, path)
+            save_tensors(tensors, path)
         except OSError as error:
             raise WeightSyncError(f"weights ({name}) could not be written: {error}") from error
         return path, size
