@@ -7,6 +7,8 @@ import os
 import socket
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.support.policies import grpo_config
 from tests.support.tiny_model import build_model
 from trainers import attention
 from trainers.algorithms.grpo import GRPO
+from trainers.attention.ring import GroupRing
 from trainers.batch import PackedBatch
 from trainers.callbacks import PrintSink
 from trainers.checkpoint import latest_whole
@@ -72,12 +75,26 @@ CASES = {
     "sp, one KV head for two ranks": Case(2, sp=2, hidden=64),
     "sp, three KV heads for two ranks": Case(2, sp=2, hidden=192),
     "cp × sp": Case(4, cp=2, sp=2, fields=PLAIN | SEQUENCES),
-    "cp × sp with all levers": Case(4, cp=2, sp=2, fields=LEVERS),
+    "cp × sp with all levers": Case(4, cp=2, sp=2, fields=LEVERS, longest=120),
     "dp × cp": Case(4, cp=2),
     "dp × sp": Case(4, sp=2),
     "cp of four": Case(4, cp=4, fields={"save_attention": True}),
     "sp of four, two KV heads": Case(4, sp=4),
 }
+
+
+COUNT: Counter[str] = Counter()
+
+
+def count_passes() -> None:
+    """From now on, tell in `COUNT` how often this rank sent anything round."""
+    pass_on = GroupRing.pass_on
+
+    def counted(self: GroupRing, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        COUNT["passes"] += 1
+        return pass_on(self, tensor)
+
+    GroupRing.pass_on = counted  # type: ignore[method-assign]
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -103,6 +120,7 @@ def step_of(case: Case, ranks: Ranks) -> dict[str, Any]:
     if ranks.mesh is not None:
         assert all(isinstance(p, DTensor) for p in policy.parameters()), "parameters are not sharded"
     step = pack_step(1, spread(len(samples), case.cells // ranks.dp_size, ranks.dp_size), samples, {})
+    passes = COUNT["passes"]
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for row in (microbatch[ranks.dp_rank] for microbatch in step.rows):
         batch = PackedBatch.from_row(row, ranks.device, torch.float64, ranks.sequence)
@@ -116,7 +134,8 @@ def step_of(case: Case, ranks: Ranks) -> dict[str, Any]:
     if ranks.world_size > 1:
         dist.all_reduce(total)
     gradients = {name: full(p.grad).cpu() for name, p in policy.model.named_parameters() if p.grad is not None}
-    return {"loss": total.item(), "gradients": gradients, "probe": probe_logprobs(policy, PROBE, ranks.device)}
+    probe = probe_logprobs(policy, PROBE, ranks.device)
+    return {"loss": total.item(), "gradients": gradients, "probe": probe, "passes": COUNT["passes"] - passes}
 
 
 def train(folder: Path, ranks: Ranks, case: Case, steps: int) -> dict[str, Any]:
@@ -150,6 +169,7 @@ def work(rank: int, world: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    count_passes()
     ranks: Ranks | None = None
     for cp, sp in sorted({(case.cp, case.sp) for case in CASES.values() if case.ranks == world}):
         if ranks is None:

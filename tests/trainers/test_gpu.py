@@ -8,11 +8,13 @@ import torch
 
 from tests.support.fake_source import FakeSource, make_samples
 from tests.support.policies import grpo_config, tiny_policy
+from tests.support.thread_ring import attention_of_threads
 from tests.support.tiny_model import build_model
 from trainers import attention
 from trainers.algorithms import build_algorithm
 from trainers.attention import PackedLayout, reference
 from trainers.attention.backends import choose_backend
+from trainers.attention.blocks import CUDNN, FLASH, REFERENCE, choose_blocks
 from trainers.batch import PackedBatch
 from trainers.distributed import Ranks, init_distributed, shutdown_distributed
 from trainers.head import token_logprobs
@@ -55,6 +57,37 @@ def test_the_chosen_backend_is_a_fast_one_and_says_why():
     backend = choose_backend(torch.device("cuda"), torch.bfloat16)
     assert backend.name != "reference", backend.reason
     assert choose_backend(torch.device("cuda"), torch.float32).name == "reference"
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "head_dim"), [(2, 2048, 64), (4, 4096, 128), (3, 6 * 333, 128)])
+@pytest.mark.parametrize("blocks", [FLASH, CUDNN], ids=lambda blocks: blocks.name)
+def test_ring_attention_of_several_ranks_equals_whole_attention(blocks, ranks, tokens, head_dim):
+    """The ranks are threads; of bfloat16 the ring loses no more than whole attention does."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(tokens, heads, head_dim) for heads in (8, 2, 2, 8)]
+    inputs = [torch.randn(s, device="cuda", generator=generator) for s in shapes]
+    layout, scale = PackedLayout.from_numpy(np.array([0, tokens]), "cuda"), head_dim**-0.5
+
+    def whole(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
+        out = reference(q, k, v, layout, scale)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))]
+
+    q, k, v, d_out = (x.bfloat16() for x in inputs)
+    rounded = [x.float() for x in (q, k, v, d_out)]
+    got = attention_of_threads(ranks, [q, k, v], d_out, scale, blocks)
+    exact = attention_of_threads(ranks, rounded[:3], rounded[3], scale, REFERENCE)
+    for a, b, c in zip(got, whole(torch.float32), whole(torch.bfloat16), strict=True):
+        lost = (c.float() - b).norm() / b.norm()
+        assert (a.float() - b).norm() / b.norm() < 1.2 * lost + 1e-3
+    for a, b in zip(got, exact, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 1e-2
+
+
+def test_ring_attention_has_fast_blocks_here():
+    choice = choose_blocks("cuda", torch.bfloat16)
+    assert (choice.short.name, choice.long.name) == ("flash", "cudnn"), choice.reason
+    assert choose_blocks("cuda", torch.float32).long.name == "reference"
 
 
 def test_float32_gradients_equal_those_of_the_cpu():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +17,10 @@ from tests.support import sequence_worker
 from tests.support.fake_source import make_samples
 from tests.support.policies import ONE_RANK, grpo_config
 from tests.support.sequence_worker import CASES, Case
+from tests.support.thread_ring import attention_of_threads
 from tests.support.tiny_model import build_model
 from trainers import attention
-from trainers.attention import PackedLayout, reference, ring
+from trainers.attention import PackedLayout, reference
 from trainers.attention.blocks import REFERENCE
 from trainers.config import SFTConfig
 from trainers.distributed import init_distributed
@@ -49,7 +48,7 @@ def done(request, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_rows_compute_what_one_rank_does(done, name):
     case = CASES[name]
-    one = sequence_worker.step_of(Case(1, hidden=case.hidden, fields=case.fields), ONE_RANK)
+    one = sequence_worker.step_of(Case(1, hidden=case.hidden, fields=case.fields, longest=case.longest), ONE_RANK)
     assert max(value.abs().max() for value in one["gradients"].values()) > 1e-3
     for rank in range(case.ranks):
         got = torch.load(done / f"{name}-{rank}.pt", weights_only=False)
@@ -58,6 +57,12 @@ def test_ranks_that_share_rows_compute_what_one_rank_does(done, name):
         assert got["gradients"].keys() == one["gradients"].keys()
         for parameter, value in one["gradients"].items():
             torch.testing.assert_close(got["gradients"][parameter], value, atol=1e-9, rtol=0, msg=f"{rank}: {parameter}")
+
+
+def test_saved_attention_sends_nothing_round_again(done):
+    """Of a ring of two: one pass forward and three back for every layer and row; one more where a layer is computed again."""
+    passes = [torch.load(done / f"{name}-0.pt", weights_only=False)["passes"] for name in CASES if name.startswith("cp with")]
+    assert passes == [2 * 6 * (1 + 1 + 3), 2 * 6 * (1 + 3)]
 
 
 def test_a_run_resumes_with_another_way_of_sharing_and_trains_as_one_rank_does(done, tmp_path):
@@ -84,17 +89,6 @@ def test_a_row_of_several_sequences_is_refused_by_every_rank_of_a_ring(done):
         assert text.startswith("cp_size=2 with a row of 2 sequences") and "sp_size" in text
 
 
-class ThreadRing:
-    """Neighbours in threads of one process."""
-
-    def __init__(self, rank: int, boxes: list[queue.Queue]) -> None:
-        self.rank, self.size, self._boxes = rank, len(boxes), boxes
-
-    def pass_on(self, tensor: torch.Tensor):
-        self._boxes[(self.rank + 1) % self.size].put(tensor.clone())
-        return lambda: self._boxes[self.rank].get(timeout=30)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_ring_equals_whole_attention(ranks):
     generator = torch.Generator().manual_seed(ranks)
@@ -104,24 +98,9 @@ def test_the_ring_equals_whole_attention(ranks):
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = reference(*inputs, PackedLayout.from_numpy(np.array([0, tokens]), "cpu"), scale)
     wanted_grads = torch.autograd.grad((wanted * d_out).sum(), inputs)
-    boxes, results = [queue.Queue() for _ in range(ranks)], {}
-
-    def work(rank: int) -> None:
-        positions = SequenceParallel(cp=Axis(ranks, rank)).positions(tokens)
-        own = [x[positions] for x in (q, k, v)]
-        neighbours = ThreadRing(rank, boxes)
-        out, lse = ring.forward(*own, scale, neighbours, REFERENCE)
-        results[rank] = positions, out, ring.backward(d_out[positions], *own, out, lse, scale, neighbours, REFERENCE)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(np.concatenate([positions for positions, *_ in results.values()])) == list(range(tokens))
-    for positions, out, grads in results.values():
-        for a, b in zip([out, *grads], [wanted, *wanted_grads], strict=True):
-            torch.testing.assert_close(a, b[positions].detach(), atol=1e-12, rtol=0)
+    got = attention_of_threads(ranks, [q, k, v], d_out, scale, REFERENCE)
+    for a, b in zip(got, [wanted.detach(), *wanted_grads], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
 def test_queries_are_taken_in_parts_where_their_scores_would_be_too_many(monkeypatch):
