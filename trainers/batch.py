@@ -36,6 +36,7 @@ class PackedBatch:
     candidates: Candidates | None  # None: every token was sampled among the whole vocabulary
     teacher_logprobs: torch.Tensor  # float [N], empty if no sample of the row has a teacher
     teacher_index: torch.Tensor  # int64 [N], empty likewise
+    target_positions: torch.Tensor  # int64 [N], of the targets within their sequence
     terms: int  # N
     own_terms: torch.Tensor | None = None  # int64 [n], which of the N terms are this rank's; None: all
 
@@ -89,6 +90,7 @@ class PackedBatch:
             candidates=candidates,
             teacher_logprobs=move(row.teacher_logprobs, dtype),
             teacher_index=move(row.teacher_index, torch.int64),
+            target_positions=move(row.position_ids[row.token_index] + 1, torch.int64),
             terms=len(row.targets),
             own_terms=None if own is None else move(own, torch.int64),
         )

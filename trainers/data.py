@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.config import DistillationConfig, TrainerConfig
+from trainers.config import DistillationConfig, SFTConfig, TrainerConfig
 from trainers.config_parts import DatasetConfig
 from trainers.errors import ConfigError, DatasetError
 from trainers.rollouts.chat import Chat
@@ -156,12 +156,21 @@ def _saved_to_disk(path: Path) -> bool:
 
 def check_columns(rows: Rows | Stream, config: TrainerConfig) -> None:
     """The columns the algorithm needs are there. Raises `DatasetError`."""
-    if not _environment_asks(config):
-        rows.require(config.dataset.prompt_column)
-    if config.type == "sft":  # type: ignore[attr-defined]  # every member of the union has it
-        rows.require(config.dataset.completion_column)
+    rows.require(*needed_columns(config))
     if isinstance(config, DistillationConfig):
         check_teachers(rows.source, rows.columns, teacher_names(rows), config.teachers)
+
+
+def needed_columns(config: TrainerConfig) -> list[str]:
+    """Of the dataset, whatever rewards need beside. Books have their own check, when their texts are read."""
+    dataset = config.dataset
+    if isinstance(config, SFTConfig):
+        if config.books is not None:
+            return []
+        return (
+            [dataset.prompt_column, dataset.completion_column] if dataset.messages_column is None else [dataset.messages_column]
+        )
+    return [] if _environment_asks(config) else [dataset.prompt_column]
 
 
 def teacher_names(rows: Rows | Stream) -> Iterable[Any]:

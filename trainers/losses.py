@@ -23,6 +23,7 @@ def loss_inputs(outputs: HeadOutputs, batch: PackedBatch) -> LossInputs:
         other_top_logprobs=batch.top_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
         teacher_index=batch.teacher_index,
+        positions=batch.target_positions,
     )
 
 

@@ -52,7 +52,7 @@ CATALOG: dict[str, MetricSpec] = {
             ("batch/row_tokens_max", "tokens", "max", "tokens of the longest row"),
             ("batch/row_fill_frac", "1", "mean", "row tokens / token_budget"),
             ("batch/row_imbalance", "1", "mean", "heaviest row's attention cost / mean cost within a micro-batch"),
-            ("batch/pad_frac", "1", "mean", "padded share of forwarded positions; 0 by construction of packed rows"),
+            ("batch/pad_frac", "1", "mean", "padded share of forwarded positions; 0 unless rows are lengthened to a multiple"),
             ("batch/dropped_oversize_total", "samples", "total", "samples longer than token_budget"),
             ("sample/forwarded_tokens_mean", "tokens", "mean", "length of the step's samples"),
             ("sample/forwarded_tokens_max", "tokens", "max", "longest of the step's samples"),
@@ -79,7 +79,24 @@ CATALOG: dict[str, MetricSpec] = {
     ),
     **_specs(
         ("sft",),
-        [("token_accuracy", "1", "mean", "trained tokens whose argmax prediction is right")],
+        [
+            ("token_accuracy", "1", "mean", "trained tokens whose argmax prediction is right"),
+            (
+                "loss_by_position/<bucket>",
+                "nats",
+                "mean",
+                "negative log-likelihood of the trained tokens at positions `bucket` … 2 · `bucket` − 1 of their sequence",
+            ),
+            ("eval/loss", "nats", "mean", "negative log-likelihood on the held-out books of `long_eval`"),
+            ("eval/loss_by_position/<bucket>", "nats", "mean", "the same at positions `bucket` … 2 · `bucket` − 1"),
+            (
+                "needle/<length>/<depth>",
+                "1",
+                "mean",
+                "numbers found in texts of `length` tokens, hidden at `depth` percent of them",
+            ),
+            ("needle/mean", "1", "mean", "numbers found, over all lengths and depths"),
+        ],
     ),
     **_specs(
         ("grpo",),

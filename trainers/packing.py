@@ -113,18 +113,43 @@ def _teachers(samples: Sequence[Sample], teachers: Sequence[str]) -> tuple[np.nd
     return np.concatenate(logprobs), np.repeat(index, counts)
 
 
+def row_multiple(cp_size: int, sp_size: int) -> int:
+    """What the tokens of a row shared by cp_size × sp_size ranks must be a multiple of."""
+    return 2 * cp_size * sp_size if cp_size > 1 else sp_size
+
+
+def padded(row: PackedRow, multiple: int) -> PackedRow:
+    """The row with its last sequence made longer by tokens of id 0, no terms; causal attention shows them to no other token."""
+    missing = -len(row.input_ids) % multiple
+    if not missing:
+        return row
+    last = row.position_ids[-1]
+    return PackedRow(
+        np.concatenate([row.input_ids, np.zeros(missing, np.int32)]),
+        np.concatenate([row.position_ids, np.arange(last + 1, last + 1 + missing, dtype=np.int32)]),
+        np.concatenate([row.cu_seqlens[:-1], row.cu_seqlens[-1:] + np.int32(missing)]),
+        *(getattr(row, name) for name in PackedRow.FIELDS[3:]),
+    )
+
+
 def pack_step(
     index: int,
     plan: StepPlan,
     samples: Sequence[Sample],
     metrics: dict[str, tuple[float, float]],
     teachers: Sequence[str] = (),
+    multiple: int = 1,
 ) -> Step:
-    """A planned step with its rows packed and counted. `teachers` as in `pack_row`."""
+    """A planned step with its rows packed, padded to a `multiple` of tokens, and counted. `teachers` as in `pack_row`."""
     top_k = top_width(samples)
+
+    def packed(row: list[int]) -> PackedRow:
+        made = pack_row([samples[i] for i in row], top_k, teachers)
+        return padded(made, multiple) if row else made
+
     return Step(
         index=index,
-        rows=[[pack_row([samples[i] for i in row], top_k, teachers) for row in microbatch] for microbatch in plan.rows],
+        rows=[[packed(row) for row in microbatch] for microbatch in plan.rows],
         totals=StepTotals(
             tokens=sum(sample.trained_tokens for sample in samples),
             sequences=len(samples),

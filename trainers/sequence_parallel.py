@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from trainers.head import HeadOutputs
+from trainers.packing import padded, row_multiple
 from trainers.types import PackedRow
 
 
@@ -96,28 +97,9 @@ class SequenceParallel:
         return tensor
 
 
-def row_multiple(cp_size: int, sp_size: int) -> int:
-    """What the tokens of a row shared by cp_size × sp_size ranks must be a multiple of."""
-    return 2 * cp_size * sp_size if cp_size > 1 else sp_size
-
-
 def _own(values: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Of a field that has one entry per term, or none at all, the own ones."""
     return values[own] if len(values) == len(own) else values
-
-
-def padded(row: PackedRow, multiple: int) -> PackedRow:
-    """The row with its last sequence made longer by tokens of id 0, no terms; causal attention shows them to no other token."""
-    missing = -len(row.input_ids) % multiple
-    if not missing:
-        return row
-    last = row.position_ids[-1]
-    return PackedRow(
-        np.concatenate([row.input_ids, np.zeros(missing, np.int32)]),
-        np.concatenate([row.position_ids, np.arange(last + 1, last + 1 + missing, dtype=np.int32)]),
-        np.concatenate([row.cu_seqlens[:-1], row.cu_seqlens[-1:] + np.int32(missing)]),
-        *(getattr(row, name) for name in PackedRow.FIELDS[3:]),
-    )
 
 
 def gather_terms(outputs: HeadOutputs, own: torch.Tensor, terms: int, sequence: SequenceParallel) -> HeadOutputs:

@@ -193,10 +193,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PackedRow:
-    """What one rank forwards in one micro-batch: samples laid end to end, no padding. Also the wire format.
+    """What one rank forwards in one micro-batch: samples laid end to end. Also the wire format.
 
     Two samples of 3 and 2 tokens give `position_ids=[0, 1, 2, 0, 1]` and `cu_seqlens=[0, 3, 5]`. The loss term of the
     token at row position p (p > its sample's start) has `token_index` p − 1. An empty row has T = 0.
+    Where rows are lengthened to a multiple, the last sample ends in tokens of id 0 without a loss term.
     """
 
     input_ids: np.ndarray  # int32 [T]

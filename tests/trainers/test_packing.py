@@ -105,3 +105,19 @@ def test_a_step_and_its_rows_survive_the_wire(step_samples: list[Sample], microb
             for name in PackedRow.FIELDS:
                 np.testing.assert_array_equal(getattr(row, name), getattr(same, name), strict=True)
                 assert getattr(same, name).flags.aligned
+
+
+@given(st.lists(samples(), min_size=1, max_size=5), st.integers(1, 9))
+def test_a_step_lengthens_its_rows_to_a_multiple(step_samples: list[Sample], multiple: int) -> None:
+    plan = StepPlan([[list(range(len(step_samples))), []]])
+    ((plain, _),) = pack_step(1, plan, step_samples, {}, "ab").rows
+    ((padded, empty),) = pack_step(1, plan, step_samples, {}, "ab", multiple).rows
+    tokens = len(plain.input_ids)
+    assert len(padded.input_ids) % multiple == 0 and 0 <= len(padded.input_ids) - tokens < multiple
+    assert len(empty.input_ids) == 0
+    assert padded.cu_seqlens.tolist() == [*plain.cu_seqlens[:-1].tolist(), len(padded.input_ids)]
+    np.testing.assert_array_equal(padded.input_ids[:tokens], plain.input_ids)
+    last = padded.position_ids[padded.cu_seqlens[-2] :]
+    np.testing.assert_array_equal(last, np.arange(len(last)))
+    for name in PackedRow.FIELDS[3:]:
+        np.testing.assert_array_equal(getattr(padded, name), getattr(plain, name))

@@ -52,6 +52,7 @@ class LossInputs:
     other_top_logprobs: torch.Tensor  # [N, K], of the same ids, the sampler's or the teacher's; −inf: none
     teacher_logprobs: torch.Tensor | None = None  # of the targets; empty if no sample of the row has a teacher
     teacher_index: torch.Tensor | None = None  # int64, which of the config's teachers, −1: none; empty likewise
+    positions: torch.Tensor | None = None  # int64, of the target within its sequence; None: there are no terms
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token negative log-likelihood over recorded completions."""
+"""Supervised fine-tuning: next-token negative log-likelihood over recorded sequences, or DFT (arXiv:2508.05629)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainers.types import Prompt, RolloutGroup, Sample
 
 
 class SFT:
-    """A dataset row is a finished rollout: prompt tokens are context, completion tokens are trained."""
+    """A dataset row is a finished rollout; which of its tokens are trained, `trainers.recorded` says."""
 
     objective = "sft"
     generates = False
@@ -42,9 +42,20 @@ class SFT:
         """Samples are independent."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """−log π of the trained tokens, summed; divided by the step's trained tokens."""
+        """−w log π of the trained tokens, summed; divided by the step's trained tokens.
+
+        w is 1, or for `dft` π itself, taken as a constant: the gradient of a token is then that of −π.
+        """
+        from trainers.position_loss import loss_by_position  # the rollout process makes no tensors
+
         count = float(inputs.logprobs.numel())
+        nll = -inputs.logprobs
+        loss = nll * inputs.logprobs.detach().exp() if self.config.loss_type == "dft" else nll
         return LossOutput(
-            [(-inputs.logprobs.sum(), "tokens")],
-            {"entropy": (inputs.entropy.sum(), count), "token_accuracy": (inputs.argmax_hit.sum(), count)},
+            [(loss.sum(), "tokens")],
+            {
+                "entropy": (inputs.entropy.sum(), count),
+                "token_accuracy": (inputs.argmax_hit.sum(), count),
+                **loss_by_position(nll.detach(), inputs.positions, self.config.max_length),
+            },
         )

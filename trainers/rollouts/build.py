@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from trainers.algorithms import build_algorithm
+from trainers.books.sequences import open_books
 from trainers.config import AsyncTrainerConfig, SFTConfig, TrainerConfig
-from trainers.data import Rows, as_data, check_columns, load_data
+from trainers.data import PromptBuilder, Rows, as_data, check_columns, load_data, load_tokenizer
 from trainers.metrics import MetricBag
+from trainers.recorded import RecordedRows, recorded_rows
 from trainers.rollouts.engine import StepEngine
-from trainers.rollouts.parts import Parts, loop_class
+from trainers.rollouts.parts import Parts, loop_class, without_torch
 from trainers.rollouts.payload import Payload
 from trainers.rollouts.pool import ServerPool
 from trainers.rollouts.protocol import SamplingForm
@@ -31,14 +33,21 @@ def concurrency_cap(config: AsyncTrainerConfig, world_size: int) -> int:
     return max(config.max_staleness, 1) * per_step
 
 
-def open_data(config: TrainerConfig, payload: Payload, resume_dir: Path | None) -> Rows | Stream:
-    """The run's data, checked as far as it can be before anything else is waited for.
+def open_data(
+    config: TrainerConfig, payload: Payload, resume_dir: Path | None, say: Callable[[str], None] = lambda text: None
+) -> Rows | Stream:
+    """The run's data, checked as far as it can be before anything else is waited for; `say` is told how far books are.
 
     Raises:
         DatasetError: it cannot be read, lacks a column, or is not the one of the checkpoint.
     """
-    rows = as_data(payload.dataset, "train_dataset") if payload.dataset is not None else load_data(config.dataset)
-    check_columns(rows, config)
+    if isinstance(config, SFTConfig) and config.books is not None:
+        with without_torch(config):
+            tokenizer = payload.tokenizer or load_tokenizer(config)
+        rows = open_books(config.books, config.dataset, tokenizer, config.max_length, given=payload.dataset, say=say)
+    else:
+        rows = as_data(payload.dataset, "train_dataset") if payload.dataset is not None else load_data(config.dataset)
+        check_columns(rows, config)
     fingerprint = rows.fingerprint()
     if resume_dir is not None:
         read_state(resume_dir, rows.source, fingerprint, config.allow_dataset_change)
@@ -65,20 +74,23 @@ async def build_engine(
         DatasetError, ConfigError, ServerError: the data, the model or the server cannot be used.
     """
     say(f"reading the data ({config.dataset.path})")
-    rows = await asyncio.to_thread(open_data, config, payload, resume_dir)
+    rows = await asyncio.to_thread(open_data, config, payload, resume_dir, say)
     say(f"loading the tokenizer of {config.model}")
     metrics = MetricBag()
     threads = concurrency_cap(config, world_size) if isinstance(config, AsyncTrainerConfig) else 0
     parts = Parts(config, payload, metrics, threads)
     await parts.open()
-    builder = parts.builder
+    builder: PromptBuilder | RecordedRows = parts.builder
     algorithm = build_algorithm(config)
     rng = np.random.default_rng([config.seed, resume_step])
     holder: list[StepEngine] = []  # the loop reports progress to the engine, which is built after it
 
     source: RolloutSource
     if isinstance(config, SFTConfig):
+        builder = recorded_rows(parts.tokenizer, config)
         source = RecordedSource(builder, algorithm, config.max_length)
+        if not config.packing:
+            config = config.model_copy(update={"token_budget": 0, "per_device_train_batch_size": 1})
     else:
         assert isinstance(config, AsyncTrainerConfig), config
         source = loop_class(config, payload)(

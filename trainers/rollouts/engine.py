@@ -28,6 +28,7 @@ from trainers.config import TrainerConfig
 from trainers.data import PromptBuilder, Rows
 from trainers.errors import ConfigError, DatasetError, NoProgress
 from trainers.metrics import MetricBag
+from trainers.recorded import RecordedRows
 from trainers.rollouts.admission import Situation, decide
 from trainers.rollouts.buffer import buffer_arrays
 from trainers.rollouts.inspection import Inspection
@@ -59,7 +60,7 @@ class StepEngine:
         algorithm: Algorithm,
         source: RolloutSource,
         rows: Rows | Stream,
-        builder: PromptBuilder,
+        builder: PromptBuilder | RecordedRows,
         *,
         token_budget: int | None,
         max_sequence_tokens: int,

@@ -11,9 +11,15 @@ from trainers.types import Sample, StepPlan
 
 
 def measure_step(
-    metrics: MetricBag, samples: Sequence[Sample], plan: StepPlan, token_budget: int | None, train_version: int, generates: bool
+    metrics: MetricBag,
+    samples: Sequence[Sample],
+    plan: StepPlan,
+    token_budget: int | None,
+    train_version: int,
+    generates: bool,
+    multiple: int = 1,
 ) -> None:
-    """Metrics of one whole step, over all its ranks and micro-batches."""
+    """Metrics of one whole step, over all its ranks and micro-batches, whose rows are padded to a `multiple` of tokens."""
     now = time.monotonic()
     lengths = [len(sample.token_ids) for sample in samples]
     trained = [sample.trained_tokens for sample in samples]
@@ -27,7 +33,8 @@ def measure_step(
     metrics.add("batch/masked_token_frac", forwarded - sum(trained), forwarded)
     metrics.add("batch/samples_per_row", len(samples), slots)
     metrics.add("batch/row_tokens_mean", forwarded, slots)
-    metrics.add("batch/pad_frac", 0, forwarded)
+    padding = sum(-sum(lengths[i] for i in row) % multiple for microbatch in plan.rows for row in microbatch)
+    metrics.add("batch/pad_frac", padding, forwarded + padding)
     if token_budget is not None:
         metrics.add("batch/row_fill_frac", forwarded, slots * token_budget)
     for microbatch in plan.rows:

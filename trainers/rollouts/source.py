@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from trainers.algorithms import Algorithm
-from trainers.data import PromptBuilder
-from trainers.rollouts.reconcile import reconcile
+from trainers.recorded import RecordedRows
+from trainers.rollouts.reconcile import Reconciled, TokenSequence
 from trainers.types import Prompt, Rollout, RolloutGroup, TurnRecord, VersionSpan
 
 
@@ -60,11 +60,11 @@ class RolloutSource(Protocol):
 
 
 class RecordedSource:
-    """A dataset row is a finished rollout (SFT): its completion is the one turn, with logprob 0 and version 0."""
+    """A dataset row is a finished rollout (SFT) of one turn, with logprob 0 and version 0."""
 
-    def __init__(self, builder: PromptBuilder, algorithm: Algorithm, max_sequence_tokens: int) -> None:
+    def __init__(self, rows: RecordedRows, algorithm: Algorithm, max_sequence_tokens: int) -> None:
         self.max_sequence_tokens = max_sequence_tokens
-        self._builder, self._algorithm = builder, algorithm
+        self._rows, self._algorithm = rows, algorithm
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -83,10 +83,17 @@ class RecordedSource:
             await asyncio.sleep(0)  # messages from the trainer get their turn
 
     def _group(self, prompt: Prompt) -> RolloutGroup:
-        completion, ids = self._builder.completion_ids(prompt, prompt.data)
-        turn = TurnRecord(prompt.token_ids, ids, np.zeros(len(ids), np.float32), [VersionSpan(0, len(ids), 0)], "stop")
-        reconciled = reconcile([turn], fork_threshold_tokens=1)  # of one turn there is nothing to compare
-        return RolloutGroup(prompt, [Rollout(prompt, [turn], completion, reconciled=reconciled)])
+        row = self._rows.recorded(prompt)
+        trained = np.flatnonzero(row.loss_mask)
+        # What comes before the first trained token is the turn's prompt.
+        first = int(trained[0]) if len(trained) else len(row.token_ids)
+        output = row.token_ids[first:]
+        turn = TurnRecord(
+            row.token_ids[:first], output, np.zeros(len(output), np.float32), [VersionSpan(0, len(output), 0)], "stop"
+        )
+        sequence = TokenSequence(row.token_ids, np.where(row.loss_mask, np.arange(len(row.token_ids)) - first, -1))
+        reconciled = Reconciled([sequence] if len(trained) else [], [])
+        return RolloutGroup(prompt, [Rollout(prompt, [turn], row.messages, reconciled=reconciled)])
 
     def describe(self) -> str:
         return "reading recorded rows"

@@ -8,6 +8,7 @@ Planned steps stay here until `committed`, so that `held` is all that a snapshot
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from trainers.algorithms import Algorithm
 from trainers.config import TrainerConfig
 from trainers.metrics import MetricBag
-from trainers.packing import pack_step
+from trainers.packing import pack_step, row_multiple
 from trainers.planner import StepPlanner
 from trainers.rollouts.measure import measure_step
 from trainers.types import Sample, Step
@@ -67,6 +68,8 @@ class StepQueue:
         # Recorded rows are never stale.
         self._max_staleness: int | None = getattr(config, "max_staleness", None)
         self._sync_steps: int = getattr(config, "weight_sync_steps", 1)
+        asked = getattr(config, "pad_to_multiple_of", None) or 1
+        self._multiple = math.lcm(asked, row_multiple(config.cp_size, config.sp_size))  # of a row's tokens
         self._planned: dict[int, list[Sample]] = {}
         self._mean_length = 0.0
         self._samples_per_step: float | None = None
@@ -137,9 +140,9 @@ class StepQueue:
         plan = request.planner.plan()
         self._gauge()
         generates = self._algorithm.generates
-        measure_step(self._metrics, request.samples, plan, self._token_budget, request.train_version, generates)
+        measure_step(self._metrics, request.samples, plan, self._token_budget, request.train_version, generates, self._multiple)
         self._metrics.add("sample/rollout_queue_size", len(self.waiting))
-        step = pack_step(request.index, plan, request.samples, self._metrics.drain(), self._config.teachers)
+        step = pack_step(request.index, plan, request.samples, self._metrics.drain(), self._config.teachers, self._multiple)
         self._planned[request.index] = request.samples
         self.request = None
         request.future.set_result(step)
