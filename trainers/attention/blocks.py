@@ -189,7 +189,7 @@ class Choice(NamedTuple):
     """Which blocks run here, and why these, for the log."""
 
     short: Blocks
-    long: Blocks  # of DENSE_TOKENS queries and more: cuDNN plans its kernel anew for every length
+    long: Blocks  # of rows of DENSE_TOKENS and more: cuDNN plans its kernel anew for every length
     reason: str
 
 
@@ -208,11 +208,11 @@ def choose_blocks(device_type: str, dtype: torch.dtype) -> Choice:
         except Exception as error:
             reasons.append(f"not {blocks.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
     working = working or [REFERENCE]
-    reasons.insert(0, f"{working[-1].name} from {DENSE_TOKENS} tokens" if len(working) > 1 else "all lengths")
+    reasons.insert(0, f"rows of {DENSE_TOKENS} tokens and more; {working[0].name} below" if len(working) > 1 else "all lengths")
     return Choice(working[0], working[-1], "; ".join(reasons))
 
 
-def blocks_for(q: torch.Tensor) -> Blocks:
-    """The blocks that run queries like these [t, Hq, D]."""
+def blocks_for(q: torch.Tensor, ranks: int) -> Blocks:
+    """The blocks that run queries like these [t, Hq, D] of each of `ranks`."""
     choice = choose_blocks(q.device.type, q.dtype)
-    return choice.long if len(q) >= DENSE_TOKENS else choice.short
+    return choice.long if ranks * len(q) >= DENSE_TOKENS else choice.short

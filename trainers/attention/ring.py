@@ -167,7 +167,8 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ring: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`forward` on the ring of that name (`ring_of`); its first output is differentiable."""
-    return forward(q, k, v, scale, _rings[ring], blocks_for(q))
+    around = _rings[ring]
+    return forward(q, k, v, scale, around, blocks_for(q, around.size))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -177,7 +178,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _backward(ctx: Any, d_out: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    return *backward(d_out, q, k, v, out, lse, ctx.scale, _rings[ctx.ring], blocks_for(q)), None, None
+    around = _rings[ctx.ring]
+    return *backward(d_out, q, k, v, out, lse, ctx.scale, around, blocks_for(q, around.size)), None, None
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep)
