@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import Qwen3Config
 
+from trainers.model_shape import ModelShape
+
 # Layers, hidden, intermediate, query heads, key-value heads, head dim, vocabulary.
 SHAPES: dict[str, tuple[int, ...]] = {
     "tiny": (2, 64, 128, 2, 1, 32, 128),
@@ -11,6 +13,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "1.7b": (28, 2048, 6144, 16, 8, 128, 151936),
     "4b": (36, 2560, 9728, 32, 8, 128, 151936),
 }
+
+
+def model_shape(shape: tuple[int, ...]) -> ModelShape:
+    """As the memory planner takes it."""
+    layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary = shape
+    return ModelShape(layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, tied=True, qk_norms=True)
 
 
 def qwen3_config(shape: tuple[int, ...], positions: int) -> Qwen3Config:
