@@ -22,6 +22,7 @@ from infra.storage.run_storage import RunStorage
 from infra.tracking_params import is_secret
 from trainers.config import DistillationConfig, GRPOConfig, SFTConfig, StrictModel
 from trainers.metrics import spec_of
+from trainers.packing import unshared_ranks
 from trainers.references import REFERENCE, is_reference, resolve
 from trainers.training_arguments import LOGGER_PACKAGES
 
@@ -277,6 +278,13 @@ class RunSettings(StrictModel):
                 "a run's name has letters, digits, `_`, `-` and `.`, starts with a letter or digit, and has at most 128"
             )
         return name
+
+    @model_validator(mode="after")
+    def _ranks_share_rows(self) -> RunSettings:
+        wrong = unshared_ranks(self.trainer.ranks, getattr(self, "cp_size", 1), getattr(self, "sp_size", 1))
+        if wrong is not None:
+            raise ValueError(f"trainer.ranks={self.trainer.ranks}: {wrong}")
+        return self
 
 
 FILLED_IN = {

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from trainers.config_base import StrictModel
 from trainers.config_parts import CallableSpec, DatasetConfig, EvalConfig
 from trainers.config_peft import ADAPTER_RANKS, AdapterServing, PeftConfig
+from trainers.packing import row_multiple
 from trainers.roster import plain_url
 from trainers.training_arguments import config_refusal
 
@@ -156,7 +157,7 @@ class TrainerConfig(StrictModel):
                 f"cp_size={self.cp_size} with packing: ring attention runs one sequence a row. Set {switch}, or write "
                 f"sp_size={self.cp_size}, which packs"
             )
-        multiple = 2 * self.cp_size * self.sp_size if self.cp_size > 1 else self.sp_size
+        multiple = row_multiple(self.cp_size, self.sp_size)
         longest = getattr(self, "max_length", None)
         if longest is not None and longest % multiple:
             raise ValueError(

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainers import errors
+from trainers.packing import unshared_ranks
 from trainers.sequence_parallel import Axis, SequenceParallel
 
 logger = logging.getLogger(__name__)
@@ -147,12 +148,8 @@ def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False, cp_
         ConfigError: the ranks cannot be divided so.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world % (cp_size * sp_size):
-        more = -(-world // (cp_size * sp_size)) * cp_size * sp_size
-        raise errors.ConfigError(
-            f"cp_size × sp_size = {cp_size} × {sp_size} ranks share each row, and {world} ranks are no multiple of that: start "
-            f"{more}, or lower cp_size or sp_size"
-        )
+    if (wrong := unshared_ranks(world, cp_size, sp_size)) is not None:
+        raise errors.ConfigError(wrong)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")

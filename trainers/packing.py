@@ -118,6 +118,17 @@ def row_multiple(cp_size: int, sp_size: int) -> int:
     return 2 * cp_size * sp_size if cp_size > 1 else sp_size
 
 
+def unshared_ranks(ranks: int, cp_size: int, sp_size: int) -> str | None:
+    """What is wrong with this many ranks, of which cp_size × sp_size share each row; None: nothing."""
+    place = cp_size * sp_size
+    if ranks % place == 0:
+        return None
+    return (
+        f"cp_size × sp_size = {cp_size} × {sp_size} ranks share each row, and {ranks} ranks are no multiple of that: start "
+        f"{ranks + -ranks % place}, or lower cp_size or sp_size"
+    )
+
+
 def padded(row: PackedRow, multiple: int) -> PackedRow:
     """The row with its last sequence made longer by tokens of id 0, no terms; causal attention shows them to no other token."""
     missing = -len(row.input_ids) % multiple

@@ -67,6 +67,7 @@ def test_a_dump_validates_again_and_its_schema_hides_what_the_flow_fills_in() ->
         ({"servers": {"student": {"url": ["http://localhost:1", "http://127.0.0.1:1"]}}}, "http://127.0.0.1:1 is named twice"),
         ({"servers": {"student": {"url": "http://a", "count": 2}}}, "count=2 is for servers that the run starts"),
         ({"trainer": {"ranks": 2, "gpus": 1}}, "each rank takes one GPU"),
+        ({"trainer": {"ranks": 3}, "sp_size": 2}, "trainer.ranks=3: .* no multiple of that: start 4"),
         ({"tracking": {"uri": "http://me:secret@host"}}, "leave the password out"),
         ({"name": "a/b"}, "a run's name has letters"),
     ],
