@@ -7,6 +7,7 @@ Starting blocks and has a thread of its own (`flows.fleet`); `stop` may come fro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ def common_spec(given: ServerConfig, name: str, gpus: GpuLease) -> dict[str, Any
     }
 
 
-class StartedServer:
+class StartedServer(ABC):
     """A place for one server; what is served, and what the run needs of it, say `flows.student` and `flows.teacher`.
 
     Args:
@@ -68,11 +69,13 @@ class StartedServer:
         self._row_id = ""
         self._details: dict[str, Any] = {}
 
+    @abstractmethod
     def _spec(self) -> ServerSpec:
-        raise NotImplementedError
+        """How to start it; once `lease` was called."""
 
+    @abstractmethod
     def _needs(self) -> Needs:
-        raise NotImplementedError
+        """What the run needs of it."""
 
     def _common_spec(self) -> dict[str, Any]:
         return common_spec(self._given, self.name, self._gpus)
