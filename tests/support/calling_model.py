@@ -13,6 +13,7 @@ import numpy as np
 
 from examples.guess_environment import GuessNumber
 from tests.support import tiny_model
+from tests.support.letters import letter_tokenizer
 
 # The first six are those of the tiny model, whose config names three of them.
 TAGS = ("<tool>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -31,25 +32,12 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     assert len(VOCABULARY) == len(set(VOCABULARY)) == 64, len(VOCABULARY)
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*WORDS, r"[\s\S]"])), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>", *TAGS],
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
+    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    special = ["<user>", "<assistant>", *TAGS]
+    return letter_tokenizer(
+        vocabulary, CHAT_TEMPLATE, special, WORDS, bos_token="<bos>", eos_token="<eos>", model_max_length=512
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 class Revealing(GuessNumber):

@@ -52,12 +52,19 @@ async def running(
         engine, _ = await build_engine(
             config, payload, version=0, resume_step=0, resume_dir=None, world_size=1, say=lambda doing: None
         )
-        engine.start()
-        engine.synced(0)
-        try:
+        async with started(engine):
             yield engine
-        finally:
-            await engine.close()
+
+
+@asynccontextmanager
+async def started(engine: StepEngine) -> AsyncIterator[None]:
+    """The engine generates at version 0 meanwhile."""
+    engine.start()
+    engine.synced(0)
+    try:
+        yield
+    finally:
+        await engine.close()
 
 
 async def only_step(engine: StepEngine) -> Any:

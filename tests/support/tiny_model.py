@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.support.letters import letter_tokenizer
+
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.,:()<>'!#\n%"
 VOCABULARY = (*SPECIAL, *CHARACTERS)
@@ -23,27 +25,11 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer():
     """A `PreTrainedTokenizerFast` with one token per character; unknown characters become `<unk>`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
     assert len(vocabulary) == 61, f"{len(vocabulary)} distinct tokens, expected 61"
     vocabulary |= {f"<unused{index}>": index for index in range(len(vocabulary), 64)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    special = ["<user>", "<assistant>"]
+    return letter_tokenizer(vocabulary, CHAT_TEMPLATE, special, bos_token="<bos>", eos_token="<eos>", model_max_length=512)
 
 
 def build_model(seed: int = 0, tied: bool = True, layers: int = 2, hidden: int = 64):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.letters import letter_tokenizer
 from tests.support.stub_server import EOS
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -22,24 +23,9 @@ TEMPLATE = (
 
 
 def tool_tokenizer(template: str | None = TEMPLATE) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     special = {"<pad>": 0, END: EOS, START: 2, "<unk>": 3}
     vocabulary = special | {chr(code): code + 4 for code in (10, *range(32, 127))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token=END,
-        unk_token="<unk>",
-        additional_special_tokens=[START],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = template
-    return fast
+    return letter_tokenizer(vocabulary, template, [START], eos_token=END)
 
 
 def text(ids: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.distillation import built, group, rollout, rows, scoring
 from tests.support.pools import until
-from tests.support.rollout_runs import only_step
+from tests.support.rollout_runs import only_step, started
 from tests.support.stub_server import StubServer
 from tests.support.stub_teacher import StubTeacher
 from trainers.errors import RolloutFailures, ServerError
@@ -27,12 +27,8 @@ async def run_without_code(math: StubTeacher, code: StubTeacher, **changes: obje
     async with student.run(), math.run():
         async with code.run():
             engine = await built(student, {"math": math.url, "code": code.url}, ROWS, **changes)
-        engine.start()
-        engine.synced(0)
-        try:
+        async with started(engine):
             yield engine
-        finally:
-            await engine.close()
 
 
 async def test_other_rows_go_on_and_the_rest_follow_when_it_is_back() -> None:
