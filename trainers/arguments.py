@@ -2,6 +2,7 @@
 
     GRPOConfig (pydantic) ── arguments_from ──▶ AsyncGRPOConfig (dataclass, TrainingArguments) ── to_config ──▶ GRPOConfig
     DistillationConfig ───── arguments_from ──▶ AsyncDistillationConfig ── to_config ──▶ DistillationConfig
+    SFTConfig ────────────── arguments_from ──▶ LongContextSFTConfig ── to_config ──▶ SFTConfig
 
 The pydantic model stays the one place where a field, its default and its check are written. The dataclass adds what scripts
 expect: it is a `TrainingArguments`, may be subclassed with `@dataclass`, and works with `HfArgumentParser`.
@@ -20,11 +21,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
-from trainers.config import DistillationConfig, GRPOConfig, TrainerConfig
+from trainers.config import DistillationConfig, GRPOConfig, SFTConfig, TrainerConfig
 from trainers.config_parts import CallableSpec
 from trainers.errors import ConfigError
 from trainers.rollouts.payload import in_rollout_process
-from trainers.training_arguments import FIXED, REFUSED
+from trainers.training_arguments import FIXED, PARALLELISM_REFUSED, REFUSED
 
 # What the trainer class is given as arguments of its own.
 _GIVEN_APART = ("type", "model", "dataset", "reward_funcs", "tools", "environment_factory", "loop_cls")
@@ -50,6 +51,7 @@ class ArgumentsBase(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._refuse()
+        self._share_rows()
         if in_rollout_process():
             return  # a script imported for its reward functions: no devices to set up, nothing to check twice
         raw = {name: getattr(self, name) for name in (*REFUSED, "bf16")}
@@ -59,10 +61,9 @@ class ArgumentsBase(TrainingArguments):
             setattr(self, name, value)  # as given, so that `dataclasses.replace` sees defaults as defaults
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
-        if isinstance(self.eval, BaseModel):
-            self.eval = self.eval.model_dump(exclude_unset=True)
-        if isinstance(self.peft, BaseModel):
-            self.peft = self.peft.model_dump(exclude_unset=True)
+        for name in self.config_class.model_fields:
+            if isinstance(value := getattr(self, name, None), BaseModel):
+                setattr(self, name, value.model_dump(exclude_unset=True))
         for name, value in self._from_eval().items():
             setattr(self, name, value)
         given: dict[str, Any] = {"model": "-", "dataset": {"path": "-"}}
@@ -105,6 +106,35 @@ class ArgumentsBase(TrainingArguments):
                 continue  # off in another spelling: HfArgumentParser writes False and None
             if value != default and value != derived.get(name, default):
                 raise ConfigError(f"{type(self).__name__}({name}={value!r}) cannot be used: {reason}")
+
+    def _share_rows(self) -> None:
+        """Take `cp_size` and `sp_size` over from an accelerate `ParallelismConfig`.
+
+        Raises:
+            ConfigError: it asks for more than these, or for others than the fields of these names.
+        """
+        given = self.parallelism_config
+        if given is None:
+            return
+        if not hasattr(given, "cp_size"):
+            raise ConfigError(
+                f"parallelism_config is a {type(given).__name__}: pass accelerate's ParallelismConfig, or cp_size"
+            )
+        for name, reason in PARALLELISM_REFUSED.items():
+            if (getattr(given, name) or 1) > 1:
+                raise ConfigError(f"ParallelismConfig({name}={getattr(given, name)}) cannot be used: {reason}")
+        for name in ("cp_size", "sp_size"):
+            size, own = getattr(given, name, None) or 1, getattr(self, name)
+            if size > 1 and own not in (1, size):
+                raise ConfigError(f"{name}={own}, and parallelism_config has {name}={size}: write one of the two")
+            if size > 1:
+                setattr(self, name, size)
+        sharded, over = given.dp_shard_size or 1, self.world_size // (self.cp_size * self.sp_size)
+        if sharded not in (1, over):
+            raise ConfigError(
+                f"ParallelismConfig(dp_shard_size={sharded}) cannot be used: FSDP2 shards over all ranks, of which {over} "
+                "would have rows of their own; leave it out"
+            )
 
     def _from_eval(self) -> dict[str, Any]:
         """What transformers' flow of events reads for `eval.every`."""
@@ -165,3 +195,4 @@ def arguments_from(config: type[TrainerConfig], name: str, module: str) -> Any:
 
 AsyncGRPOConfig: Any = arguments_from(GRPOConfig, "AsyncGRPOConfig", __name__)
 AsyncDistillationConfig: Any = arguments_from(DistillationConfig, "AsyncDistillationConfig", __name__)
+LongContextSFTConfig: Any = arguments_from(SFTConfig, "LongContextSFTConfig", __name__)

@@ -37,6 +37,7 @@ SUPPORTED: dict[str, str] = {
     "seed": "Seeds shuffling (by seed and epoch), sampling and initialisation.",
     "resume_from_checkpoint": "Used by `train()` when that is called without its own `resume_from_checkpoint`.",
     "report_to": "Loggers beside Loopwright's own metrics, by transformers' names; see docs/tracking.md. Default none.",
+    "parallelism_config": "`cp_size` and `sp_size` of an accelerate `ParallelismConfig`; its other sizes are refused.",
     "run_name": "Read by the callbacks of `report_to`.",
     "project": "Read by the callbacks of `report_to`.",
     "trackio_space_id": "Read by the callbacks of `report_to`.",
@@ -49,6 +50,7 @@ SUPPORTED: dict[str, str] = {
 # Supported by the Python class, and what a run config has in their place.
 PYTHON_ONLY: dict[str, str] = {
     "resume_from_checkpoint": "a run resumes from its last whole checkpoint by itself, or with `loopwright resume RUN`",
+    "parallelism_config": "write `cp_size` and `sp_size`",
     "run_name": "write `name`",
     "project": "write `tracking.experiment`",
     "trackio_space_id": "runs are recorded in MLflow: set `tracking.uri`",
@@ -149,7 +151,6 @@ REFUSED: dict[str, str] = {
     # Devices and ranks
     "use_cpu": 'GPUs are used where there are any; set CUDA_VISIBLE_DEVICES="", or `trainer.gpus: 0` in a run config',
     "accelerator_config": "the loop does not run on accelerate; `accelerate launch` and torchrun only start its ranks",
-    "parallelism_config": _FSDP,
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,
@@ -163,6 +164,12 @@ REFUSED: dict[str, str] = {
     # Debugging
     "debug": "a loss that is not finite stops the run; torch.autograd.set_detect_anomaly looks further",
     "skip_memory_metrics": "`perf/peak_memory_bytes` is always there on a GPU; leave it out",
+}
+
+# Of accelerate's `ParallelismConfig`: sizes that must stay 1, and why.
+PARALLELISM_REFUSED: dict[str, str] = {
+    "tp_size": "a layer is not split over ranks, FSDP2 shards the model; for sequences that do not fit, write sp_size or cp_size",
+    "dp_replicate_size": "ranks are always sharded with FSDP2, over all of them; leave it out",
 }
 
 # Where the only accepted value is not transformers' default.

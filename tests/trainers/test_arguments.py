@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from trainers.arguments import AsyncGRPOConfig
@@ -130,3 +131,35 @@ def test_the_argument_parser_of_transformers_reads_it():
     assert args.vllm_server_base_url == "http://localhost:8000"
     (args,) = HfArgumentParser(CurriculumConfig).parse_args_into_dataclasses(["--vllm_server_base_url", "http://a", "http://b"])
     assert args.vllm_server_base_url == ["http://a", "http://b"]
+
+
+def test_a_parallelism_config_is_a_spelling_of_two_fields():
+    args = AsyncGRPOConfig(parallelism_config=ParallelismConfig(sp_size=2))
+    assert (args.sp_size, args.cp_size, args.to_config(**GIVEN).sp_size) == (2, 1, 2)
+    assert dataclasses.replace(args, max_steps=3).sp_size == 2
+    ring = AsyncGRPOConfig(
+        parallelism_config=ParallelismConfig(cp_size=2), sp_size=2, token_budget=0, per_device_train_batch_size=1
+    )
+    assert (ring.cp_size, ring.sp_size) == (2, 2), "both together, which accelerate itself refuses"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fields", "words"),
+    [
+        ({"tp_size": 2}, {}, "tp_size=2.*a layer is not split over ranks"),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, {}, "dp_replicate_size=2.*always sharded"),
+        ({"dp_shard_size": 3, "sp_size": 2}, {}, "dp_shard_size=3.*of which 2 would"),
+        ({"sp_size": 2}, {"sp_size": 4}, "sp_size=4, and parallelism_config has sp_size=2: write one"),
+    ],
+)
+def test_what_else_a_parallelism_config_asks_for_is_refused(monkeypatch, sizes, fields, words):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=words):
+        AsyncGRPOConfig(parallelism_config=ParallelismConfig(**sizes), **fields)
+
+
+def test_a_parallelism_config_of_as_many_shards_as_there_are_places_is_taken(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert AsyncGRPOConfig(parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=2)).sp_size == 2
+    with pytest.raises(ConfigError, match="is a dict"):
+        AsyncGRPOConfig(parallelism_config={"sp_size": 2})
