@@ -61,6 +61,8 @@ class ArgumentsBase(TrainingArguments):
             setattr(self, name, value)  # as given, so that `dataclasses.replace` sees defaults as defaults
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
+        if isinstance(self.eval, BaseModel):
+            self.eval = self.eval.model_dump(exclude_unset=True)
         for name in self.config_class.model_fields:
             if isinstance(value := getattr(self, name, None), BaseModel):
                 setattr(self, name, value.model_dump(exclude_unset=True))
@@ -123,16 +125,17 @@ class ArgumentsBase(TrainingArguments):
         for name, reason in PARALLELISM_REFUSED.items():
             if (getattr(given, name) or 1) > 1:
                 raise ConfigError(f"ParallelismConfig({name}={getattr(given, name)}) cannot be used: {reason}")
+        places = self.world_size
         for name in ("cp_size", "sp_size"):
             size, own = getattr(given, name, None) or 1, getattr(self, name)
             if size > 1 and own not in (1, size):
                 raise ConfigError(f"{name}={own}, and parallelism_config has {name}={size}: write one of the two")
-            if size > 1:
-                setattr(self, name, size)
-        sharded, over = given.dp_shard_size or 1, self.world_size // (self.cp_size * self.sp_size)
-        if sharded not in (1, over):
+            setattr(self, name, max(size, own))
+            places //= max(size, own)
+        sharded = given.dp_shard_size or 1
+        if sharded not in (1, places):
             raise ConfigError(
-                f"ParallelismConfig(dp_shard_size={sharded}) cannot be used: FSDP2 shards over all ranks, of which {over} "
+                f"ParallelismConfig(dp_shard_size={sharded}) cannot be used: FSDP2 shards over all ranks, of which {places} "
                 "would have rows of their own; leave it out"
             )
 

@@ -168,7 +168,7 @@ REFUSED: dict[str, str] = {
 
 # Of accelerate's `ParallelismConfig`: sizes that must stay 1, and why.
 PARALLELISM_REFUSED: dict[str, str] = {
-    "tp_size": "a layer is not split over ranks, FSDP2 shards the model; for sequences that do not fit, write sp_size or cp_size",
+    "tp_size": "a layer is not split over ranks, FSDP2 shards the model; for sequences too long, write sp_size or cp_size",
     "dp_replicate_size": "ranks are always sharded with FSDP2, over all of them; leave it out",
 }
 
