@@ -6,7 +6,8 @@ from typing import Any
 
 from flows.config import RunConfig
 from flows.config_file import ConfigErrors, leaves
-from flows.preflight import check_dataset, check_model, load_reward, preflight
+from flows.preflight import check_dataset, check_gpus, check_model, load_reward, preflight
+from flows.preflight_servers import check_student, check_teachers
 from flows.recipe_config import RecipeConfig
 from flows.recipe_plan import LATER, Plan
 from flows.runs import RunRefused, begun, claimed, differing_fields, has_checkpoint, plain_name
@@ -116,6 +117,7 @@ def preflight_stages(plan: Plan) -> None:
                 lines.append(f"domains.{name}.eval.reward_func: {error}")
                 continue
             lines += [f"domains.{name}.{line}" for line in check_dataset("eval.dataset", domain.eval.dataset, scorer)]
+    lines += _problems_of_merge(plan)
     if lines:
         raise ConfigErrors(list(dict.fromkeys(lines)))
 
@@ -126,6 +128,15 @@ def _problems(config: RunConfig, where: str) -> list[str]:
     except ConfigErrors as error:
         return [f"{where}: {line}" for line in error.lines]
     return []
+
+
+def _problems_of_merge(plan: Plan) -> list[str]:
+    """With its servers and GPUs: `model` stands for what the stages before it make of it, which is as long and as large."""
+    base = plan.config.model
+    models = {name: domain.specialist or base for name, domain in plan.config.domains.items()}
+    merge = plan.merge(base, models, LATER)
+    checked = (check_student(merge), check_teachers(merge, lambda model, field: iter(())), check_gpus(merge))
+    return [f"merge: {line}" for lines in checked for line in lines]
 
 
 def stored(config: RecipeConfig) -> dict[str, Any]:

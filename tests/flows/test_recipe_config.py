@@ -13,6 +13,7 @@ from flows.config import GRPORunConfig, SFTRunConfig
 from flows.config_file import ConfigErrors, describe
 from flows.recipe_config import RecipeConfig
 from flows.recipe_plan import LATER, Plan, load_recipe, located
+from flows.recipe_runs import preflight_stages
 
 REWARD = "trainers.rewards:exact_match_reward"
 
@@ -150,3 +151,26 @@ def test_a_file_with_overrides_names_what_is_here_by_absolute_paths(tmp_path: Pa
     assert config.sft is not None and config.sft["dataset"]["path"] == str(tmp_path / "sft.jsonl")
     assert (config.grpo["max_steps"], config.domains["add"].overrides) == (3, {"learning_rate": 1e-5})
     assert located(config) == config
+
+
+def test_what_the_merging_would_be_refused_for_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    """A model that takes 64 tokens cannot teach a student whose server takes as many."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1", "answer": "2", "completion": "2"}) + "\n")
+    data = {"dataset": {"path": str(rows)}}
+    fields = {"model": str(tmp_path), "sft": {**data, "max_steps": 5}}
+    fields["domains"] = {name: domain(**data, eval=data) for name in ("add", "order")}
+
+    def student(length: int, **more: Any) -> Plan:
+        return plan(**fields, merge={"servers": {"student": {"max_model_len": length, **more}}})
+
+    preflight_stages(student(63))
+    with pytest.raises(ConfigErrors) as told:
+        preflight_stages(student(64, gpus=4096))
+    assert [line.split(":")[:2] for line in told.value.lines] == [
+        ["merge", " servers.teachers.add"],
+        ["merge", " servers.teachers.order"],
+        ["merge", " servers, trainer.gpus"],
+    ]
+    assert all("set servers.student.max_model_len=63 or less" in line for line in told.value.lines[:2])

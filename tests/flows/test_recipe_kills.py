@@ -97,7 +97,8 @@ def kill_at(flow: subprocess.Popen[bytes], registry: Registry, name: str, home: 
     wait_for(lambda: processes(home) == [], "no process is left", 120)
     recipe, run = registry.get_run("r"), registry.get_run(name)
     assert (recipe.status, recipe.failure_class) == ("FAILED", "infrastructure") and "is gone" in str(recipe.cause)
-    assert run.status == "FAILED"
+    # Told to stop by its supervisor, the run says so itself, unless it was killed before it could.
+    assert run.status in ("KILLED", "FAILED"), run.cause
 
 
 def test_a_recipe_killed_in_a_specialist_and_in_the_merging_goes_on_there(
