@@ -21,20 +21,21 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.fake_source import FakeSource, make_samples, spread
 from tests.support.policies import grpo_config
-from tests.support.tiny_model import build_model
+from tests.support.tiny_model import build_model, build_tiny_model
 from trainers import attention
 from trainers.algorithms.grpo import GRPO
 from trainers.attention.ring import GroupRing
 from trainers.batch import PackedBatch
 from trainers.callbacks import PrintSink
 from trainers.checkpoint import latest_whole
-from trainers.config import GRPOConfig
+from trainers.config import GRPOConfig, SFTConfig
 from trainers.distributed import Ranks, full, init_distributed, share_rows, shutdown_distributed
 from trainers.errors import ConfigError
 from trainers.loop import TrainLoop
 from trainers.losses import loss_inputs, normalise
 from trainers.model import Policy, build_policy, gathered_parameters, probe_logprobs
 from trainers.packing import pack_step
+from trainers.session import build_loop
 from trainers.types import Sample
 
 LEVERS = {"gradient_checkpointing_kwargs": {"offload": True}, "save_attention": True, "mlp_tile_tokens": 16}
@@ -150,6 +151,45 @@ def train(folder: Path, ranks: Ranks, case: Case, steps: int) -> dict[str, Any]:
     return {"weights": dict(gathered_parameters(loop.policy.model, None, keep=True)), "history": history}
 
 
+def digits(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Share of a completion's characters that are digits."""
+    return [sum(map(str.isdigit, completion[0]["content"])) / 6 for completion in completions]
+
+
+def recorded(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """A whole run as a flow starts it: packed rows that every rank fetches from a rollout process, evaluations."""
+    data = folder / "rows.jsonl"
+    if ranks.is_main:
+        folder.mkdir()
+        build_tiny_model(folder / "model")
+        data.write_text(
+            "\n".join(json.dumps({"prompt": f"{i}+{i}=", "completion": str(2 * i) * (1 + i % 3)}) for i in range(14))
+        )
+    ranks.barrier()
+    config = SFTConfig(
+        model=str(folder / "model"),
+        dataset={"path": str(data)},  # type: ignore[arg-type]
+        eval={
+            "dataset": {"path": str(data), "max_rows": 2},
+            "reward_func": f"{__file__}:digits",
+            "every": 2,
+            "max_completion_length": 6,
+        },  # type: ignore[arg-type]
+        output_dir=str(folder / "run"),
+        optim="sgd",
+        learning_rate=0.1,
+        gradient_accumulation_steps=2,
+        max_length=32,
+        sp_size=ranks.place_size,
+        bf16=False,
+    )
+    loop = build_loop(config, ranks, sink=PrintSink())
+    result = loop.run()
+    history = [{name: entry.get(name) for name in ("step", "loss")} for entry in loop.callbacks.state.log_history]
+    weights = dict(gathered_parameters(loop.policy.model, None, keep=True))
+    return {"weights": weights, "history": history, "ended": (result.step, result.stopped), "accuracy": loop._evaluated}
+
+
 def refusal(ranks: Ranks) -> str:
     """What a row of two sequences is told under cp."""
     case = Case(2, cp=2)
@@ -184,7 +224,9 @@ def work(rank: int, world: int, port: int, folder: Path) -> None:
             result = train(folder / "run", ranks, Case(2, cp, sp), steps)
             if ranks.is_main:
                 torch.save(result, folder / f"run-{steps}.pt")
-            if cp > 1:
+            if sp > 1:
+                torch.save(recorded(folder / "recorded", ranks), folder / f"recorded-{rank}.pt")
+            else:
                 (folder / f"refusal-{rank}.json").write_text(json.dumps(refusal(ranks)))
     shutdown_distributed()
 

@@ -83,6 +83,18 @@ def test_a_run_resumes_with_another_way_of_sharing_and_trains_as_one_rank_does(d
             assert got == pytest.approx(wanted, abs=1e-6), "a metric counts more than once, or not at all"
 
 
+def test_a_run_on_packed_rows_from_a_real_process_trains_and_evaluates_as_one_rank_does(done, tmp_path):
+    one = sequence_worker.recorded(tmp_path / "recorded", ONE_RANK)
+    for rank in (0, 1):
+        got = torch.load(done / f"recorded-{rank}.pt", weights_only=False)
+        assert got["ended"] == one["ended"] and one["ended"][0] > 1 and one["ended"][1] == "data"
+        assert got["accuracy"] == one["accuracy"] and one["accuracy"][0] == one["ended"][0]
+        for a, b in zip(got["history"], one["history"], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(got["weights"][name], weight, atol=1e-4, rtol=0)
+
+
 def test_a_row_of_several_sequences_is_refused_by_every_rank_of_a_ring(done):
     for rank in (0, 1):
         text = json.loads((done / f"refusal-{rank}.json").read_text())
