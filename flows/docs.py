@@ -33,6 +33,8 @@ _NAMESPACES = {
     "sample": "Training samples",
     "batch": "Batches",
     "perf": "Time and speed",
+    "loss_by_position": "Loss by position in the sequence",
+    "needle": "Numbers found again in long texts",
     "cost": "Costs",
     "recipe": "Recipes (of the parent run; step 0 base, 1 SFT, 2 each domain's specialist, 3 merged student)",
     "sweep": "Sweeps (of the parent run; the step is how many trials have finished)",
