@@ -268,7 +268,7 @@ class TrainLoop:
                     # No terms: a zero that depends on every parameter, so that sharded gradients are reduced by all ranks.
                     loss = outputs[0].sum()
                 loss.backward()
-                step_loss += loss.detach() if self.ranks.leads else 0.0 * loss.detach()
+                step_loss += loss.detach() * self.ranks.leads  # one that is not finite stays so
         with self.timer.device("optimizer"):
             norm = optim.clip_gradients(self.policy, self.config.max_grad_norm)
             # The step's one synchronisation: what is not finite must not reach the weights, the servers or a checkpoint.

@@ -46,8 +46,8 @@ class StepSource(Protocol):
 
     def start(self, *, resume_dir: Path | None, version: int, world_size: int, resume_step: int) -> SourceInfo:
         """Read the data and, from `resume_dir` (a checkpoint folder), the ledger; nothing is generated before that, nor before
-        the first `synced`. `version` is the policy version of the weights the trainer holds, `resume_step` the last committed
-        step."""
+        the first `synced`. `version` is the policy version of the weights the trainer holds, `world_size` how many of its ranks
+        have rows of their own, `resume_step` the last committed step."""
         ...
 
     def request_step(self, index: int, train_version: int) -> None:
@@ -68,7 +68,7 @@ class StepSource(Protocol):
     """Passes over the prompts once every step handed over is trained, as of the last `next_step`."""
 
     def fetch(self, index: int, rank: int) -> list[PackedRow]:
-        """The rows of a rank in a step that was handed over and is not committed, one per micro-batch."""
+        """The rows of one of these ranks in a step that was handed over and is not committed, one per micro-batch."""
         ...
 
     @property
