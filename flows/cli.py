@@ -12,6 +12,7 @@ from flows.checkpoints_cli import checkpoints
 from flows.deploy_cli import PRESET, deploy, presets, split_settings
 from flows.evaluate_cli import evaluate
 from flows.export_cli import export
+from flows.plan_memory_cli import plan_memory
 from flows.recipe_cli import specialise_and_merge
 from flows.reproduce_cli import reproduce
 from flows.runs_cli import print_runs, runs
@@ -177,6 +178,7 @@ cli.add_command(reproduce)
 cli.add_command(evaluate)
 cli.add_command(export)
 cli.add_command(specialise_and_merge)
+cli.add_command(plan_memory)
 
 
 def main() -> None:

@@ -42,6 +42,12 @@ def visible_gpus() -> list[int]:
     return narrow(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def memory_bytes(index: int) -> int:
+    """All memory of the GPU of this NVML index. Raises as `nvml` does."""
+    with nvml() as (library, devices):
+        return int(library.nvmlDeviceGetMemoryInfo(devices[index]).total)
+
+
 def narrow(uuids: list[str], allowed: str | None) -> list[int]:
     """Indices of `uuids` that a CUDA_VISIBLE_DEVICES value (indices or UUID prefixes; None: all) lets through, in its order."""
     if allowed is None:
