@@ -20,6 +20,8 @@ def longest_sequence(fields: dict[str, Any], servers: list[dict[str, Any]]) -> i
 
 def smaller(fields: dict[str, Any], longest: int | None) -> dict[str, int] | None:
     """What to change of the trainer's fields; None: its rows cannot be halved."""
+    if fields.get("packing") is False:
+        return None  # a row is one sequence
     name, value = "token_budget", fields.get("token_budget")
     if value is None:
         value = longest

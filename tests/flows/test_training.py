@@ -203,6 +203,7 @@ def test_the_second_time_memory_is_a_failure_also_for_a_run_that_is_resumed(job:
         ({"token_budget": None, "gradient_accumulation_steps": 3}, 100, {"token_budget": 50, "gradient_accumulation_steps": 6}),
         ({"token_budget": None}, None, None),
         ({"token_budget": -1, "per_device_train_batch_size": 1}, 64, None),
+        ({"token_budget": None, "max_length": 64, "packing": False}, 64, None),
     ],
 )
 def test_what_is_made_smaller(fields: dict[str, Any], longest: int | None, change: dict[str, int] | None) -> None:
