@@ -170,7 +170,7 @@ def init_distributed(timeout_s: float = 3600.0, *, needs_mesh: bool = False, cp_
 
 
 def share_rows(device: torch.device, world: int, cp_size: int, sp_size: int) -> SequenceParallel:
-    """This rank's place among those that share its rows: neighbours by `sp`, whose exchanges are the largest, then by `cp`."""
+    """This rank among those that share its rows: neighbours by `sp`, whose exchanges no computation hides, then by `cp`."""
     mesh = init_device_mesh(device.type, (world // (cp_size * sp_size), cp_size, sp_size), mesh_dim_names=("dp", "cp", "sp"))
 
     def axis(name: str, size: int) -> Axis:
