@@ -47,13 +47,22 @@ def run_stage(config: RunConfig) -> None:
     Raises:
         LoopwrightError: the run was refused or failed.
     """
-    run = Registry().get_run(str(config.name))
+    registry = Registry()
+    run = registry.get_run(str(config.name))
     if run.status == "FINISHED":
         return
     # It began without knowing its parent in MLflow if that was away; its tags are part of what a resume compares.
     config = config.model_copy(update={"tags": run.config["tags"]})
-    with _tagged(f"recipe:{config.tags[RECIPE_TAG]}"):
-        launch(config)
+    try:
+        with _tagged(f"recipe:{config.tags[RECIPE_TAG]}"):
+            launch(config)
+    except RunRefused:  # somebody else has it, and its row
+        raise
+    except ConfigError as error:
+        # Refused before its flow could say so: to the recipe it would look lost, and be started again.
+        if registry.get_run(run.id).failure_class != error.failure_class:
+            registry.update_run(run.id, status="FAILED", failure_class=error.failure_class, cause=str(error))
+        raise
 
 
 def _tagged(tag: str) -> AbstractContextManager[object]:

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
+from flows.child_run import run_stage
 from flows.config import RunConfig
+from flows.config_file import ConfigErrors
 from flows.evaluate_subject import Subject
 from flows.failures import RunFailed
 from flows.recipe_accuracy import Accuracy
 from flows.recipe_config import RecipeConfig
 from flows.recipe_course import Course
 from flows.recipe_plan import Plan
-from flows.recipe_runs import RunRefused, check_startable, open_recipe
+from flows.recipe_runs import RunRefused, check_startable, open_recipe, open_stage
 from flows.recipe_stages import StageRuns
 from flows.runs import check_startable as check_run
 from flows.runs import config_of
-from infra.registry import Registry
+from flows.sweep_outcome import may_go_on
+from infra.registry import URL_VARIABLE, Registry
 from tests.flows.test_recipe_config import recipe
 from trainers.errors import ConfigError
 
@@ -187,6 +190,19 @@ def test_a_failed_stage_fails_the_recipe_with_its_cause_and_can_be_mended(scene:
     scene.config["domains"]["b"]["overrides"] = {"token_budget": 512}
     runner, _, _ = scene.work()
     assert runner.started == WHOLE[2:] and runner.configs["b"].token_budget == 512
+
+
+def test_a_stage_that_is_refused_is_its_users_fault_and_not_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    """Its process ends before its flow begins: what it says of that is in the row that the recipe has made."""
+    monkeypatch.setenv(URL_VARIABLE, scene.registry.url)
+    row, _ = open_recipe(scene.registry, scene.plan, None)
+    config = scene.plan.specialist("a", "/nowhere")
+    open_stage(scene.registry, row, config, "train-grpo")
+    with pytest.raises(ConfigErrors, match="there is no folder /nowhere"):
+        run_stage(config)
+    run = scene.registry.get_run("r-a")
+    assert (run.status, run.failure_class) == ("FAILED", "user") and not may_go_on(run)
+    assert "there is no folder /nowhere" in str(run.cause)
 
 
 def test_a_recipe_whose_domains_have_dots_in_their_names_goes_on_after_its_last_stage(scene: Scene):
