@@ -228,7 +228,8 @@ def start(front: str, model: Path, work_dir: Path, args: argparse.Namespace) -> 
         return Server(args.server, os.environ.get("VLLM_API_KEY", ""), model)
     kind, _, count = front.partition(":")
     extra = [*(("--api-server-count", count) if count else ()), *args.server_arg]
-    spec = server_spec(model, front, extra, front_end=kind, top_logprobs=TOPS, concurrent=args.concurrent)
+    frozen = kind == "rust"  # it takes no weights
+    spec = server_spec(model, front, extra, front_end=kind, frozen=frozen, top_logprobs=TOPS, concurrent=args.concurrent)
     server, chosen = Server.start(spec, work_dir, 0)
     print(f"{front}: {'; '.join(chosen.reasons)}", file=sys.stderr, flush=True)
     return server

@@ -51,6 +51,7 @@ class Teacher(StartedServer):
             top_logprobs=config.teacher_tops,
             concurrent=config.teacher_concurrency or config.max_concurrent_rollouts,
             seed=config.seed,
+            front_end="python" if config.exact_reverse_kl else "auto",  # chosen ids were never asked of the Rust one
             **self._common_spec() | {"max_model_len": self._teacher.max_model_len or one_more(config)},
         )
 

@@ -60,8 +60,7 @@ class ServerSpec:
     @classmethod
     def teacher(cls, model: str, **fields: Any) -> ServerSpec:
         """Of a server that only scores: any number of log-probabilities of a prompt's tokens, and weights that stay."""
-        # The Rust front end was never asked for log-probabilities of a prompt.
-        return cls(model, **{"front_end": "python", "max_logprobs": -1, "frozen": True, **fields})
+        return cls(model, **{"max_logprobs": -1, "frozen": True, **fields})
 
     @property
     def resolved_device(self) -> Literal["cpu", "cuda"]:

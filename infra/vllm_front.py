@@ -2,7 +2,7 @@
 
 On a GPU the front end is what limits a server (`docs/serving.md` has the figures). Requests of a run ask for what our plugin
 does, tokens in batches and log-probabilities as arrays, and then one Python process keeps up with the engine. Log-probabilities
-of prompts, which a teacher is asked for, are written out token by token: several processes share that.
+of prompts, which a teacher is asked for, are written out token by token: by the Rust front end, or by several processes.
 
     Asks + Features + cores ──▶ choose ──▶ Choice(front end, processes, why)
 """
@@ -54,6 +54,8 @@ def choose(asks: Asks, features: Features, cores: int) -> Choice:
         if (obstacle := rust_obstacle(asks, features, mask)) is not None:
             raise ServerLacks(f"the Rust front end cannot be used: {obstacle}; leave out {RUST_ENV} or set it to 0")
         return Choice(True, 1, mask, [*reasons, "Rust front end: as given"])
+    if asks.front_end == "auto" and asks.scores and asks.api_processes is None and rust_obstacle(asks, features, mask) is None:
+        return Choice(True, 1, mask, [*reasons, "Rust front end: the fastest for log-probabilities of prompts"])
     count, why = python_processes(asks, cores)
     return Choice(False, count, mask, [*reasons, why])
 
@@ -68,6 +70,8 @@ def rust_obstacle(asks: Asks, features: Features, mask: bool) -> str | None:
         return "it returns no candidate sets"
     if asks.adapters:
         return "adapters that change while it serves were never tried with it"
+    if not asks.scores:
+        return "it has no endpoints for weight updates, which a student takes; teachers may have it"
     return None
 
 

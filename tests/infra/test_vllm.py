@@ -96,11 +96,11 @@ def test_logprobs_and_candidate_sets_are_what_the_run_asks_for(model):
 
 def test_a_teacher_returns_any_number_of_logprobs_and_has_nothing_that_changes_its_weights(model):
     for device in ("cpu", "cuda"):
-        spec = ServerSpec.teacher(model, device=device, top_logprobs=64)
+        spec = ServerSpec.teacher(model, device=device, top_logprobs=64, front_end="python")
         line = command_line(spec, 1)
         assert (option(line, "--max-logprobs"), option(line, "--logprobs-mode")) == ("-1", "processed_logprobs")
         assert not {"--weight-transfer-config", "--worker-extension-cls"} & set(line)
-        assert option(line, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"  # keyed; not the Rust front end
+        assert option(line, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"
         assert environment(spec, "key", [0])["VLLM_SERVER_DEV_MODE"] == "0"
 
 
@@ -111,8 +111,8 @@ def test_what_an_installation_does_not_have_is_left_out(model):
 
 
 def test_the_rust_front_end_gets_neither_middleware_nor_what_it_refuses(model):
-    spec = ServerSpec(model, device="cuda", front_end="rust")
-    rust, python = command_line(spec, 1), command_line(ServerSpec.teacher(model, device="cuda"), 1)
+    spec = ServerSpec.teacher(model, device="cuda", front_end="rust")
+    rust, python = command_line(spec, 1), command_line(ServerSpec.teacher(model, device="cuda", front_end="python"), 1)
     refused = {"--middleware", "--generation-config", "--api-server-count"}
     assert not refused & set(rust) and refused <= set(python)
     assert option(python, "--middleware") == "loopwright_vllm.auth.KeyMiddleware"

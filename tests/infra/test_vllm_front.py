@@ -81,9 +81,12 @@ def test_an_interpreter_without_vllm_or_that_is_none(tmp_path):
         (Asks("cpu"), CPU, 64, False, 1, "on a CPU the model is the limit"),
         (Asks("cpu", scores=True), CPU, 64, False, 1, "on a CPU the model is the limit"),
         (Asks("cuda"), GPU_RUST, 16, False, 1, "it sends log-probabilities as arrays"),
-        (Asks("cuda", front_end="rust"), GPU_RUST, 16, True, 1, "as given"),
+        (Asks("cuda", scores=True, front_end="rust"), GPU_RUST, 16, True, 1, "as given"),
         (Asks("cuda"), GPU_PYTHON, 16, False, 1, "it sends log-probabilities as arrays"),
-        (Asks("cuda", scores=True), GPU_RUST, 32, False, 8, "8 for log-probabilities of prompts on 32 cores"),
+        (Asks("cuda", scores=True), GPU_RUST, 32, True, 1, "the fastest for log-probabilities of prompts"),
+        (Asks("cuda", scores=True, api_processes=2), GPU_RUST, 32, False, 2, "2, as given"),
+        (Asks("cuda", scores=True, front_end="python"), GPU_RUST, 32, False, 8, "8 for log-probabilities of prompts"),
+        (Asks("cpu", scores=True), GPU_RUST, 32, False, 1, "on a CPU the model is the limit"),
         (Asks("cuda", scores=True), GPU_PYTHON, 6, False, 3, "on 6 cores"),
         (Asks("cuda", scores=True), GPU_PYTHON, 1, False, 1, "on 1 cores"),
         (Asks("cuda", adapters=True), GPU_RUST, 16, False, 1, "adapters are loaded in one process only"),
@@ -111,7 +114,8 @@ def test_candidate_sets_only_where_they_exist():
 @pytest.mark.parametrize(
     ("asks", "features", "why"),
     [
-        (Asks("cuda", front_end="rust"), GPU_PYTHON, "installed without it"),
+        (Asks("cuda", front_end="rust"), GPU_RUST, "no endpoints for weight updates"),
+        (Asks("cuda", scores=True, front_end="rust"), GPU_PYTHON, "installed without it"),
         (Asks("cpu", front_end="rust"), GPU_RUST, "on a CPU the model is the limit"),
         (Asks("cuda", front_end="rust", adapters=True), GPU_RUST, "adapters"),
         (Asks("cuda", front_end="rust", sampling_mask=True), NEWEST, "no candidate sets"),
@@ -124,11 +128,12 @@ def test_what_cannot_be_is_refused(asks, features, why):
 
 
 def test_a_user_s_arguments_and_environment_win():
-    def front(**fields):
-        return front_of(ServerSpec("/m", device="cuda", **fields), GPU_RUST, cores=16)
+    def front(make=ServerSpec, **fields):
+        return front_of(make("/m", device="cuda", **fields), GPU_RUST, cores=16)
 
-    assert front(env={"VLLM_USE_RUST_FRONTEND": "1"}).rust and not front().rust
-    assert not front(front_end="rust", env={"VLLM_USE_RUST_FRONTEND": "0"}).rust
+    teacher = ServerSpec.teacher
+    assert front(teacher, front_end="python", env={"VLLM_USE_RUST_FRONTEND": "1"}).rust and not front().rust
+    assert not front(teacher, env={"VLLM_USE_RUST_FRONTEND": "0"}).rust
     assert front(extra_args=("--api-server-count", "3")).api_processes == 3
     assert front(extra_args=("--enable-lora",)).api_processes == 1
     with pytest.raises(ServerLacks, match="adapters"):

@@ -11,8 +11,9 @@ from trainers.inference import InferenceEngine
 
 PROBE_TEXT = "Question: what is 17 + 25? Answer: 17 + 25 = 42. The quick brown fox jumps over the lazy dog."
 PROBE_TOKENS = 48
-# Mean absolute difference in nats. A wrong set of weights is off by several; rounding in bfloat16 by a few hundredths.
-PROBE_TOLERANCE = {"float32": 2e-3, "float64": 2e-3, "bfloat16": 0.15, "float16": 0.15}
+# Mean absolute difference in nats. A wrong set of weights is off by several. Rounding in bfloat16: a few hundredths, and up to
+# 0.16 of a model with random weights, whose logits are large (1.7B shape, the same by every way of syncing).
+PROBE_TOLERANCE = {"float32": 2e-3, "float64": 2e-3, "bfloat16": 0.3, "float16": 0.3}
 
 
 def probe_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
