@@ -157,8 +157,8 @@ def nearest(rows: Sequence[Row]) -> Row:
     return min(rows, key=lambda row: row.required_bytes)
 
 
-def config_lines(shape: ModelShape, levers: Levers, tokens: int) -> list[str]:
-    """Lines of a run's config, under `trainer`, that say these levers."""
+def config_lines(shape: ModelShape, levers: Levers, tokens: int, gpus: int) -> list[str]:
+    """Lines of a run's config that say these levers."""
     multiple = row_multiple(levers.cp_size, levers.sp_size)
     lines = [f"max_length: {tokens + -tokens % multiple}"]
     if shape.trained_positions is not None and tokens > shape.trained_positions:
@@ -177,4 +177,6 @@ def config_lines(shape: ModelShape, levers: Levers, tokens: int) -> list[str]:
         lines += [f"cp_size: {levers.cp_size}", "packing: false"]
     if levers.sp_size > 1:
         lines.append(f"sp_size: {levers.sp_size}")
+    if gpus > 1:
+        lines.append(f"trainer: {{ranks: {gpus}, gpus: {gpus}}}")
     return lines

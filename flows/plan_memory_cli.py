@@ -56,7 +56,7 @@ def plan_memory(
     machine = _machine(gpus, gpu_memory, host_memory)
     rows = planner.plan(shape, max_length, machine, kernel=attention, lora_rank=lora_rank, only=weights)  # type: ignore[arg-type]
     chosen = planner.choose(rows)
-    lines = planner.config_lines(shape, chosen.levers, max_length) if chosen is not None else []
+    lines = planner.config_lines(shape, chosen.levers, max_length, machine.gpus) if chosen is not None else []
     if as_json:
         report = {
             "model": model,

@@ -25,7 +25,7 @@ backward compute; `m` the bytes of a master weight (4 or 2), of its gradient, an
   the queries, 4 Q; of a norm that is no kernel of ours three float32 copies of its input.
 - head: logits of `chunk_terms` tokens in e; its gradient in float32 where there are several chunks, and again in e.
 - context parallel: keys and values of a neighbour twice, float32 sums of output and gradients; Ulysses: a second copy of q, k,
-  v and output, by heads; keys and values are repeated where there are more ranks than heads of them.
+  v and output, by heads; keys and values are repeated until the ranks divide their heads.
 
 What the allocator reports (`perf/peak_memory_bytes`) is `Peak.bytes`. A GPU needs more: `required_bytes` adds the CUDA context,
 communication buffers and what lies between blocks.
@@ -33,6 +33,7 @@ communication buffers and what lies between blocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainers.errors import ConfigError
@@ -189,8 +190,8 @@ def layer_token_bytes(shape: ModelShape, levers: Levers, *, whole_mlp: bool) -> 
 
 
 def _repeated(shape: ModelShape, levers: Levers) -> int:
-    """Width of all keys once they are repeated for ranks that have no head of their own."""
-    return shape.key * max(1, levers.sp_size // shape.kv_heads)
+    """Width of all keys once they are repeated until the ranks divide them."""
+    return shape.head_dim * math.lcm(shape.kv_heads, levers.sp_size)
 
 
 def peak(shape: ModelShape, levers: Levers, tokens: int, gpus: int, gpu_bytes: int, *, held_bytes: int = 0) -> Peak:

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from flows.config import SFTRunConfig
 from flows.plan_memory import GIB, Machine, choose, combinations, config_lines, nearest, plan
 from flows.plan_memory_cli import plan_memory
-from trainers.config import SFTConfig
 from trainers.errors import ConfigError
 from trainers.model_shape import ModelShape
 
@@ -78,8 +78,9 @@ def test_what_does_not_fit_says_of_what_there_is_too_little():
 @pytest.mark.parametrize("shape", [SMALL, EIGHT], ids=["0.6b", "8b"])
 def test_its_lines_are_a_config(shape, gpus):
     for row in plan(shape, 99_999, Machine(gpus, H200.gpu_bytes, H200.host_bytes)):
-        fields = yaml.safe_load("\n".join(config_lines(shape, row.levers, 99_999)))
-        config = SFTConfig.model_validate({"model": "m", "dataset": {"path": "data.jsonl"}, **fields})
+        fields = yaml.safe_load("\n".join(config_lines(shape, row.levers, 99_999, gpus)))
+        config = SFTRunConfig.model_validate({"model": "m", "dataset": {"path": "data.jsonl"}, **fields})
+        assert config.trainer.ranks == gpus
         assert config.max_length >= 99_999
         assert (config.cp_size, config.sp_size) == (row.levers.cp_size, row.levers.sp_size)
         assert (config.mlp_tile_tokens, config.save_attention) == (row.levers.mlp_tile_tokens, row.levers.save_attention)
