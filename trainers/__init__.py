@@ -15,6 +15,8 @@ _EXPORTS = {
     "AsyncGRPOConfig": "trainers.grpo_trainer",
     "AsyncDistillationTrainer": "trainers.distillation_trainer",
     "AsyncDistillationConfig": "trainers.distillation_trainer",
+    "LongContextSFTTrainer": "trainers.sft_trainer",
+    "LongContextSFTConfig": "trainers.sft_trainer",
     "AsyncRolloutLoop": "trainers.rollouts.loop",
     "Rollout": "trainers.types",
     "RolloutGroup": "trainers.types",

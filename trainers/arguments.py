@@ -63,6 +63,8 @@ class ArgumentsBase(TrainingArguments):
             self.bf16 = torch.cuda.is_available()
         if isinstance(self.eval, BaseModel):
             self.eval = self.eval.model_dump(exclude_unset=True)
+        if isinstance(self.peft, BaseModel):
+            self.peft = self.peft.model_dump(exclude_unset=True)
         for name in self.config_class.model_fields:
             if isinstance(value := getattr(self, name, None), BaseModel):
                 setattr(self, name, value.model_dump(exclude_unset=True))

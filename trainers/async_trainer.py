@@ -1,4 +1,4 @@
-"""What the asynchronous trainers share: train from a script, against vLLM servers that are up, without Prefect and MLflow.
+"""What the trainer classes share: train from a script, against vLLM servers that are up if any, without Prefect and MLflow.
 
     script ─ Async…Trainer(model, …, args, train_dataset).train()
                every rank: model, loop, weight sync          rank 0: the rollout process, with the script's objects as a payload
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTrainer:
-    """One asynchronous trainer; `AsyncGRPOTrainer` and `AsyncDistillationTrainer` say what it is given and how that is checked.
+    """One trainer; `AsyncGRPOTrainer`, `AsyncDistillationTrainer`, `LongContextSFTTrainer` say what it is given, and check it.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -87,7 +87,7 @@ class AsyncTrainer:
             raise TypeError(f"args is a {type(self.args).__name__}: pass an {expected}, or a dataclass derived from it")
         if self.train_dataset is None:
             raise ConfigError("train_dataset is missing: pass a Dataset or a list of dicts with a column `prompt`")
-        self._check_data(as_data(self.train_dataset, "train_dataset"))
+        self._check_dataset()
         if not issubclass(self.loop_cls, AsyncRolloutLoop):
             raise TypeError(f"loop_cls is {self.loop_cls!r}: it must be a subclass of AsyncRolloutLoop")
         if self._model is None and self.model_name.startswith(("/", ".", "~")) and not Path(self.model_name).is_dir():
@@ -97,21 +97,28 @@ class AsyncTrainer:
         if self._model is not None and getattr(self.args, "model_init_kwargs", None):
             raise ConfigError("model_init_kwargs is for a model given by name; this one is loaded already")
 
+    def _check_dataset(self) -> None:
+        """`train_dataset` can be read."""
+        self._check_data(as_data(self.train_dataset, "train_dataset"))
+
     def _check_data(self, data: Rows | Stream) -> None:
         """The dataset has the columns that this trainer needs."""
         data.require("prompt")
 
     def _given(self) -> dict[str, Any]:
         """What the config says of objects that this trainer was given: how to import them."""
-        return {}
+        return {"loop_cls": None if self.loop_cls is AsyncRolloutLoop else import_path(self.loop_cls)}
+
+    def _dataset(self) -> dict[str, Any]:
+        """What the config says of the dataset, which comes with the payload."""
+        return {"path": "train_dataset"}
 
     @cached_property
     def config(self) -> Any:
         """The run's configuration, as its checkpoints record it."""
         return self.args.to_config(
             model=self.model_name,
-            dataset={"path": "train_dataset"},
-            loop_cls=None if self.loop_cls is AsyncRolloutLoop else import_path(self.loop_cls),
+            dataset=self._dataset(),
             **self._given(),
             **({} if self.peft_config is None else {"peft": lora.config_of(self.peft_config)}),
         )

@@ -7,6 +7,7 @@ then on_log, on_evaluate, on_save where `control` asks for them, and on_train_en
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,6 +33,10 @@ class MetricSink(Protocol):
         """Rollouts to keep, each with its `trace`. Those to be printed are printed by the loop."""
         ...
 
+    def artifact(self, path: Path, name: str) -> None:
+        """Keep a folder of the run's, which stays as it is, under `name`."""
+        ...
+
     def bottleneck(self, step: int, text: str) -> None: ...
     def checkpoint(self, step: int, path: str) -> None: ...
 
@@ -44,7 +49,8 @@ class PrintSink:
         print(f"{size} prompts, data {info.fingerprint}, from step {resume_step}", flush=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = ("loss", "reward", "grad_norm", "learning_rate", "num_tokens", "perf/step_s", "eval/accuracy")
+        shown = ("loss", "reward", "grad_norm", "learning_rate", "num_tokens", "perf/step_s")
+        shown += ("eval/accuracy", "eval/loss", "needle/mean")
         values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
         print(f"step {step}  {values}", flush=True)
 
@@ -53,6 +59,9 @@ class PrintSink:
 
     def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         """There is nowhere to keep them."""
+
+    def artifact(self, path: Path, name: str) -> None:
+        print(f"{name}: {path}", flush=True)
 
     def bottleneck(self, step: int, text: str) -> None:
         print(f"step {step}  {text}", flush=True)

@@ -97,6 +97,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
     def _given(self) -> dict[str, Any]:
         factory = self.environment_factory
         return {
+            **super()._given(),
             "reward_funcs": [import_path(function) for function in self.reward_funcs],
             "tools": [import_path(tool) for tool in self.tools],
             "environment_factory": None if factory is None else import_path(factory),

@@ -100,7 +100,8 @@ class RunSink:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.tracker.log(step, {**metrics, **self.costs.known(metrics)})
-        shown = ("loss", "reward", "token_accuracy", "grad_norm", "num_tokens", "perf/step_s", "eval/accuracy")
+        shown = ("loss", "reward", "token_accuracy", "grad_norm", "num_tokens", "perf/step_s")
+        shown += ("eval/accuracy", "eval/loss", "needle/mean")
         values = {name: metrics[name] for name in shown if name in metrics}
         logger.info("step %d  %s  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()), self._limit)
         progress: dict[str, Any] = {"step": step, "max_steps": self.config.max_steps, "bottleneck": self._limit}
@@ -117,6 +118,9 @@ class RunSink:
 
     def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
         self.tracker.log_rollouts(step, rows)
+
+    def artifact(self, path: Path, name: str) -> None:
+        self.tracker.log_artifact_dir(path, name)
 
     def bottleneck(self, step: int, text: str) -> None:
         self._limit = text

@@ -19,12 +19,13 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from trainers import attention, lora
 from trainers.algorithms import build_algorithm
-from trainers.callbacks import MetricSink
-from trainers.config import TrainerConfig
+from trainers.callbacks import MetricSink, PrintSink
+from trainers.config import SFTConfig, TrainerConfig
 from trainers.data import load_tokenizer
 from trainers.distributed import Ranks, init_distributed
 from trainers.errors import ConfigError
 from trainers.held_out import HeldOut
+from trainers.long_eval import LongEvaluation
 from trainers.loop import TrainLoop
 from trainers.model import Policy, build_policy, compute_dtype, load_model
 from trainers.optim import check_schedule
@@ -96,6 +97,10 @@ def build_loop(
     held_out = None
     if config.eval is not None:
         held_out = HeldOut(config, ranks, tokenizer, payload, lambda: sync and sync.served_as, sync and sync.serving)
+    sink = sink or PrintSink()
+    callbacks = list(callbacks)
+    if isinstance(config, SFTConfig) and config.long_eval is not None:
+        callbacks.insert(0, LongEvaluation(config, ranks, policy, tokenizer, sink, stop_requested))
     return TrainLoop(
         config,
         algorithm,
@@ -104,7 +109,7 @@ def build_loop(
         RolloutProcess(config, payload) if ranks.is_main else None,
         tokenizer=tokenizer,
         args=args,
-        callbacks=list(callbacks),
+        callbacks=callbacks,
         optimizers=optimizers,
         weight_sync=sync,
         sink=sink,

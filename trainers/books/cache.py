@@ -33,7 +33,7 @@ from trainers.rollouts.chat import backend_of
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
-SHARD_SIZE = 1 << 20  # characters; the last text of a shard may go beyond
+SHARD_SIZE = 1 << 19  # characters; the last text of a shard may go beyond
 BATCH = 64  # texts given to the tokenizer at a time
 _DIGEST = 16
 
