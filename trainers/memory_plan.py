@@ -60,7 +60,7 @@ class Levers:
     bf16_masters: bool = False  # dtype=bfloat16
     lora_rank: int | None = None
     checkpointing: bool = True
-    fused_norms: bool = True  # by trainers.norm_kernels; false: as the model has them
+    own_kernels: bool = True  # norms and rotation by `trainers.norm_kernels`, `rotation_kernels`; false: as the model has them
 
     @property
     def master_bytes(self) -> int:
@@ -167,7 +167,7 @@ def layer_token_bytes(shape: ModelShape, levers: Levers, *, whole_mlp: bool) -> 
     output = 0 if levers.save_attention else E * query + 4 * shape.heads
     normed = (query + key) if shape.qk_norms else 0
     values = E * (query + 2 * key)  # q and k after the rotation, v
-    if levers.fused_norms:
+    if levers.own_kernels:
         # What a norm keeps is its input and 4 bytes a row; the layer's own input is its checkpoint.
         before, between = E * hidden + E * normed, E * hidden
         rows = 8 + (4 * (shape.heads + shape.kv_heads) if normed else 0)
@@ -180,7 +180,7 @@ def layer_token_bytes(shape: ModelShape, levers: Levers, *, whole_mlp: bool) -> 
     attended = before + values + output + rows  # what is left of it when the MLP's part is done
     second_copy = E * (2 * query + 2 * _repeated(shape, levers)) if levers.sp_size > 1 else 0
     ring = E * 4 * key + 8 * query + 8 * key if levers.cp_size > 1 else 0
-    temporaries = 0 if levers.fused_norms else 12
+    temporaries = 0 if levers.own_kernels else 12
     mlp = kept + E * hidden + (2 * E * wide if whole_mlp else E * hidden)
     norm = attended + between + into_mlp + 2 * E * hidden + temporaries * hidden
     if normed and temporaries:
@@ -236,7 +236,7 @@ def peak(shape: ModelShape, levers: Levers, tokens: int, gpus: int, gpu_bytes: i
     terms = min(chunk_terms(shape, gpu_bytes), own)
     several = terms < own
     head_sum = ((4 if several else 0) + E) * shape.vocabulary * shape.hidden if trained.root else 0
-    final = own * (E * shape.hidden * (4 if levers.fused_norms else 6) + 40)
+    final = own * (E * shape.hidden * (4 if levers.own_kernels else 6) + 40)
     moments = {
         "head": always + root + head_sum + every_checkpoint + terms * shape.vocabulary * E + final,
         "mlp": then + own * layer.mlp + one_tile,

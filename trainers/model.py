@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from trainers import attention, checkpointing, lora, norm_kernels, rope, tiled_mlp
+from trainers import attention, checkpointing, lora, norm_kernels, rope, rotation_kernels, tiled_mlp
 from trainers.batch import PackedBatch
 from trainers.config import TrainerConfig
 from trainers.distributed import Ranks, shard
@@ -129,7 +129,9 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
         lora.attach(model, config.peft, config.model, config.seed, text)
     policy = Policy(model, config.loss_temperature).to(ranks.device)
     if ranks.device.type == "cuda":
-        norm_kernels.enable(model)
+        for kernels in (norm_kernels, rotation_kernels):
+            if kernels.works(ranks.device):
+                kernels.enable(model)
     _check_head(policy, ranks.device)
     model.train()
     names = set(model._no_split_modules or [])

@@ -10,6 +10,7 @@ own norms round them: once after the division, once after the product with the w
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -22,6 +23,7 @@ try:
 except ImportError:  # norms then stay as the model has them
     triton = None
 
+logger = logging.getLogger(__name__)
 ELEMENTS = 4096  # that a program holds at a time, or one row where that is more
 PROGRAMS = 528  # of the backward, four a multiprocessor of an H200: each sums the weight's gradient over its rows
 
@@ -120,6 +122,30 @@ class _Fused:
         return rms_norm(hidden_states, weight, self.eps) if can_fuse(hidden_states, weight) else self.own(hidden_states)
 
 
+def works(device: torch.device) -> bool:
+    """Whether the kernels compile and compute the right values on this GPU; the log says why not."""
+    generator = torch.Generator().manual_seed(0)
+    values, slopes, scales = (torch.randn(shape, generator=generator).to(device) for shape in ((40, 96), (40, 96), (96,)))
+    try:
+        found, wanted = [], []
+        for results, dtype, norm in ((found, torch.bfloat16, rms_norm), (wanted, torch.float32, _by_operators)):
+            leaves = [leaf.to(torch.bfloat16).to(dtype).requires_grad_() for leaf in (values, scales)]
+            out = norm(leaves[0], leaves[1], 1e-6)
+            results += [out.float(), *(g.float() for g in torch.autograd.grad(out, leaves, slopes.to(dtype)))]
+        off = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+        if off < 0.03:
+            return True
+        why = f"they differ from torch's operators by {off:.3g} of the norm"
+    except Exception as error:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    logger.warning("norms stay as the model has them, not by kernels: %s", why)
+    return False
+
+
+def _by_operators(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
 @torch.no_grad()
 def enable(model: nn.Module) -> int:
     """Have the RMS norms of `model` that compute weight · x / √(mean(x²) + eps) run by the kernels. Returns how many.
@@ -141,6 +167,5 @@ def enable(model: nn.Module) -> int:
 def _is_plain(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(2, len(weight), generator=generator).to(weight)
-    values = probe.float()
-    expected = weight.float() * values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    expected = _by_operators(probe.float(), weight.float(), eps)
     return torch.allclose(module(probe).float(), expected, rtol=2e-2, atol=2e-2)

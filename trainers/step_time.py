@@ -96,8 +96,8 @@ def _attention(shape: ModelShape, levers: Levers, tokens: int, kernel: Kernel) -
 def _moved_token_bytes(shape: ModelShape, levers: Levers) -> float:
     """Bytes read and written of one token and layer between matrix products, forward, recomputation and backward."""
     normed = 2 * shape.hidden + (shape.query + shape.key if shape.qk_norms else 0)
-    norms = (14 if levers.fused_norms else 152) * normed
-    rotation = 60 * (shape.query + shape.key)
+    norms = (14 if levers.own_kernels else 152) * normed
+    rotation = (12 if levers.own_kernels else 60) * (shape.query + shape.key)
     mlp = 38 * shape.intermediate + (12 * shape.hidden if levers.mlp_tile_tokens else 0)
     sums = 42 * shape.hidden
     ring = levers.cp_size * (24 * shape.query + 24 * shape.key) if levers.cp_size > 1 else 0

@@ -43,6 +43,7 @@ def main() -> None:
         own = module(torch.ones(shape))
         assert norm_kernels.enable(module) == 1
         torch.testing.assert_close(module(torch.ones(shape)), own)
+    assert norm_kernels.works(torch.device("cpu"))
     print("equal")
 
 

@@ -54,7 +54,7 @@ def main() -> None:
     shape = shape_of({"model_type": "qwen3", **FIELDS}, "tiny")
     result = {}
     for fused in (False, True):
-        said = TOKENS * layer_token_bytes(shape, Levers(fused_norms=fused), whole_mlp=True).kept
+        said = TOKENS * layer_token_bytes(shape, Levers(own_kernels=fused), whole_mlp=True).kept
         result["fused" if fused else "own"] = [counted(fused), said]
     print(json.dumps(result))
 

@@ -36,9 +36,9 @@ QWEN3 = {
 
 # Rows of benchmarks/RESULTS.md, one H200, cuDNN: tokens, levers, seconds, peak GB. Norms were the model's own then.
 OWN_NORMS = [
-    (65536, Levers(fused_norms=False), 5.25, 17.3),
-    (65536, dataclasses.replace(ALL, fused_norms=False), 4.50, 14.8),
-    (262144, dataclasses.replace(ALL, fused_norms=False), 56.9, 30.2),
+    (65536, Levers(own_kernels=False), 5.25, 17.3),
+    (65536, dataclasses.replace(ALL, own_kernels=False), 4.50, 14.8),
+    (262144, dataclasses.replace(ALL, own_kernels=False), 56.9, 30.2),
 ]
 
 
@@ -105,7 +105,7 @@ def test_more_of_anything_needs_no_less(shape, levers):
         assert need(dataclasses.replace(levers, lora_rank=16, bf16_masters=True), tokens) < plain
         for shared in ({"cp_size": 8}, {"sp_size": 8}, {"cp_size": 2, "sp_size": 4}):
             assert need(dataclasses.replace(levers, **shared), tokens, 8) < need(levers, tokens, 8)
-        eager = dataclasses.replace(levers, fused_norms=False)
+        eager = dataclasses.replace(levers, own_kernels=False)
         assert need(eager, tokens) >= plain
 
 
