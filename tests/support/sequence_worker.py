@@ -73,6 +73,7 @@ CASES = {
     "cp with all levers": Case(2, cp=2, fields=LEVERS),
     "sp": Case(2, sp=2, fields=PLAIN | SEQUENCES),
     "sp with all levers": Case(2, sp=2, fields=LEVERS),
+    "cp, an adapter": Case(2, cp=2, fields={"peft": {"r": 4}, "save_attention": True}),
     "sp, one KV head for two ranks": Case(2, sp=2, hidden=64),
     "sp, three KV heads for two ranks": Case(2, sp=2, hidden=192),
     "cp × sp": Case(4, cp=2, sp=2, fields=PLAIN | SEQUENCES),
