@@ -10,7 +10,7 @@ from tests.support.fake_source import FakeSource, make_samples
 from tests.support.policies import grpo_config, tiny_policy
 from tests.support.thread_ring import attention_of_threads
 from tests.support.tiny_model import build_model
-from trainers import attention
+from trainers import attention, norm_kernels, rotation_kernels
 from trainers.algorithms import build_algorithm
 from trainers.attention import PackedLayout, reference
 from trainers.attention.backends import choose_backend
@@ -88,6 +88,11 @@ def test_ring_attention_has_fast_blocks_here():
     choice = choose_blocks("cuda", torch.bfloat16)
     assert (choice.short.name, choice.long.name) == ("flash", "cudnn"), choice.reason
     assert choose_blocks("cuda", torch.float32).long.name == "reference"
+
+
+def test_kernels_of_norms_and_rotations_are_used_here():
+    device = torch.device("cuda")
+    assert norm_kernels.works(device) and rotation_kernels.works(device)
 
 
 def test_float32_gradients_equal_those_of_the_cpu():
