@@ -6,6 +6,7 @@ folder or hub id ─▶ config.json ─▶ ModelShape ─▶ trainers.memory_pla
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def read_shape(model: str) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        if path.suffix == ".json" or Path(model).is_dir() or model.count("/") != 1:
+        if path.suffix == ".json" or Path(model).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
             raise ConfigError(f"there is no {path}: name a model's folder, its config.json or its hub id (owner/name)")
         path = _from_hub(model)
     try:
