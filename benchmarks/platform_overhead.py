@@ -99,11 +99,11 @@ def train_bare(path: str) -> None:
 
 
 class FlowRun:
-    """One run of `train-sft`, asked for through Prefect's API."""
+    """One run of `sft-long-context`, asked for through Prefect's API."""
 
     def __init__(self, api: httpx.Client, config: dict[str, Any], name: str, home: Path) -> None:
         self.api, self.home, self.folder = api, home, home / "runs" / name
-        deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()
+        deployment = api.get("/deployments/name/sft-long-context/local").raise_for_status().json()
         body = {"parameters": {"config": {**config, "name": name}}}
         self.began = time.monotonic()
         self.id = api.post(f"/deployments/{deployment['id']}/create_flow_run", json=body).raise_for_status().json()["id"]

@@ -368,9 +368,11 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     for holder in (data, *data.get("servers", {}).get("teachers", {}).values()):
         if holder.get("model") and Path(holder["model"]).exists():
             holder["model"] = str(Path(holder["model"]).resolve())
-    for dataset in (data.get("dataset"), (data.get("eval") or {}).get("dataset")):
+    for dataset in (data.get("dataset"), (data.get("eval") or {}).get("dataset"), (data.get("long_eval") or {}).get("books")):
         if dataset and Path(dataset["path"]).exists():
             dataset["path"] = str(Path(dataset["path"]).resolve())
+    if cache := (data.get("books") or {}).get("cache_dir"):
+        data["books"]["cache_dir"] = str(Path(cache).expanduser().resolve())
     specs = [*data.get("reward_funcs", []), *data.get("tools", []), data.get("environment_factory"), data.get("loop_cls")]
     specs.append((data.get("eval") or {}).get("reward_func"))
     for spec in filter(None, specs):

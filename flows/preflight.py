@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.config import DistillationRunConfig, GeneratingRunConfig, GRPORunConfig, RunConfig
+from flows.config import DistillationRunConfig, GeneratingRunConfig, GRPORunConfig, RunConfig, SFTRunConfig
 from flows.config_file import ConfigErrors
 from flows.convert import resolve_model
 from flows.preflight_servers import check_student, check_teachers
@@ -48,7 +48,10 @@ def preflight(config: RunConfig) -> None:
     training = {name: function for name, function in rewards.items() if name != "eval.reward_func"}
     asks = getattr(config, "environment_factory", None) is not None  # an environment may give the whole prompt
     teachers = config.teachers if isinstance(config, DistillationRunConfig) else ()
-    lines.extend(check_dataset("dataset", config.dataset, training, config.type == "sft", prompts=not asks, teachers=teachers))
+    if isinstance(config, SFTRunConfig):
+        lines.extend(check_recorded(config))
+    else:
+        lines.extend(check_dataset("dataset", config.dataset, training, prompts=not asks, teachers=teachers))
     if config.eval is not None:
         scorer = next((name for name in ("eval.reward_func", "reward_funcs.0") if name in rewards), None)
         scorers = {scorer: rewards[scorer]} if scorer else {}
@@ -100,11 +103,30 @@ def check_model(model: str, field: str = "model") -> Iterator[str]:
         yield f"{field}: {model} is neither a folder here nor a model on the Hub that can be reached ({_first_line(error)})"
 
 
+def check_recorded(config: SFTRunConfig) -> Iterator[str]:
+    """The dataset of a supervised run can be read and has its columns; of books, texts can be found."""
+    from trainers.books.texts import open_texts
+    from trainers.data import needed_columns
+
+    if config.books is None:
+        yield from check_dataset("dataset", config.dataset, {}, needed_columns(config), prompts=False)
+    books = {"dataset": config.dataset} if config.books is not None else {}
+    if config.long_eval is not None and (held_out := config.long_eval.books) is not None:
+        path = DatasetConfig.model_validate({"path": held_out.path, "split": held_out.split})
+        books["long_eval.books"] = path
+    for name, dataset in books.items():
+        try:
+            column = config.books.text_column if config.books is not None else "text"
+            open_texts(dataset.model_validate(resolve(dataset.model_dump())), column)
+        except LoopwrightError as error:
+            yield f"{name}: {_first_line(error)}"
+
+
 def check_dataset(
     name: str,
     dataset: DatasetConfig,
     rewards: Mapping[str, Callable[..., Any]],
-    completions: bool = False,
+    columns_needed: Sequence[str] = (),
     prompts: bool = True,
     teachers: Sequence[str] = (),
 ) -> Iterator[str]:
@@ -118,7 +140,7 @@ def check_dataset(
     except LoopwrightError as error:
         yield f"{name}: {_first_line(error)}"
         return
-    for column in [dataset.prompt_column] * prompts + [dataset.completion_column] * completions:
+    for column in [*[dataset.prompt_column] * prompts, *columns_needed]:
         try:
             rows.require(column)
         except LoopwrightError as error:

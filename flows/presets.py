@@ -17,7 +17,7 @@ from trainers.errors import ConfigError
 ENTRYPOINTS = {
     "grpo": "flows.grpo.train_grpo",
     "distillation": "flows.distill.distill_mopd",
-    "sft": "flows.sft.train_sft",
+    "sft": "flows.sft.sft_long_context",
     "specialise-and-merge": "flows.recipe.specialise_and_merge",
     "sweep": "flows.sweep.sweep",
     "evaluate": "flows.evaluate_flow.evaluate",

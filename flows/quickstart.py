@@ -1,7 +1,7 @@
 """`loopwright quickstart`: a whole experiment in ten minutes on two cores, through the same flows as any other.
 
     services up ─┐
-    task, model ─┴▶ train-sft, until held-out accuracy no longer rises ─▶ train-grpo with a vLLM server ─▶ table, JSON line
+    task, model ─┴▶ sft-long-context, until held-out accuracy no longer rises ─▶ train-grpo with a server ─▶ table, JSON line
 
 Standard output ends with one JSON object; progress and everything the flows print go to standard error.
 """

@@ -21,7 +21,7 @@ from infra.registry import Registry, RunRow
 from trainers.errors import FailureClass
 
 POLL_S = 0.5
-_FLOWS = {"sft": "train-sft", "grpo": "train-grpo", "distillation": "distill-mopd"}
+_FLOWS = {"sft": "sft-long-context", "grpo": "train-grpo", "distillation": "distill-mopd"}
 
 
 class Runner(Protocol):

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.config import RUN_CONFIGS, RunConfig, absolute_paths
+from flows.config import RUN_CONFIGS, RunConfig, SFTRunConfig, absolute_paths
 from flows.config_file import leaves, merge_layers, override_layers
+from flows.convert import resolve_model
 from flows.launch import launch
 from flows.preflight import preflight
 from flows.provenance import facts_of
@@ -141,10 +142,14 @@ def _config(run: str, tree: dict[str, Any], overrides: Sequence[str], name: str)
 
 
 def _fingerprint(config: RunConfig) -> str:
-    from trainers.data import load_data
+    from trainers.books.sequences import open_books
+    from trainers.data import load_data, load_tokenizer
 
     dataset = config.dataset.model_copy(update={"path": resolve(config.dataset.path)})
     try:
+        if isinstance(config, SFTRunConfig) and config.books is not None:  # whose tokens are in the cache
+            tokenizer = load_tokenizer(config.model_copy(update={"model": resolve_model(config.model)}))
+            return open_books(config.books, dataset, tokenizer, config.max_length).fingerprint()
         return load_data(dataset).fingerprint()
     except DatasetError as error:
         return f"cannot be read ({error})"

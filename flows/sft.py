@@ -1,4 +1,4 @@
-"""`train-sft`: supervised fine-tuning on recorded completions, by the same tasks as GRPO but without servers."""
+"""`sft-long-context`: supervised fine-tuning on books, conversations or completions, of any length, without servers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flows.config import SFTRunConfig
 from flows.pipeline import run_experiment
 
 
-@flow(name="train-sft", log_prints=True, persist_result=False)
-def train_sft(config: SFTRunConfig) -> Any:
-    """Train a model on recorded completions: lease, train, evaluate, register, release.
+@flow(name="sft-long-context", log_prints=True, persist_result=False)
+def sft_long_context(config: SFTRunConfig) -> Any:
+    """Train a model on recorded sequences, short ones or of a million tokens: lease, train, evaluate, register, release.
 
     Args:
         config: everything about the run, see docs/config.md.
     """
-    return run_experiment(config, "train-sft")
+    return run_experiment(config, "sft-long-context")

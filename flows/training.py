@@ -347,7 +347,10 @@ def command(job: TrainerJob, attempt: int) -> list[str]:
 
 def environment(job: TrainerJob) -> dict[str, str]:
     """The registry's address, which may hold a password, is here and in no file."""
-    return {**os.environ, **job.environment, **job.servers.environment(), URL_VARIABLE: job.registry.url}
+    # Tensors of long sequences are large and of ever other sizes: blocks that cannot grow leave gaps between them. Not where
+    # servers are given the trainer's memory by handle (weight_sync `ipc`).
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if job.config.type == "sft" else {}
+    return {**memory, **os.environ, **job.environment, **job.servers.environment(), URL_VARIABLE: job.registry.url}
 
 
 def _time_left(job: TrainerJob) -> float:

@@ -72,7 +72,7 @@ def sft_config(folder: Path, name: str, rows: int = 1, **fields: Any) -> dict[st
 
 def trigger(api: httpx.Client, config: dict[str, Any]) -> str:
     """Start a supervised run as Prefect's pages do; the flow run's id."""
-    deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()["id"]
+    deployment = api.get("/deployments/name/sft-long-context/local").raise_for_status().json()["id"]
     created = api.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": {"config": config}})
     return created.raise_for_status().json()["id"]
 

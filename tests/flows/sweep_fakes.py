@@ -102,7 +102,7 @@ class FakeRunner:
         assert run is None or run.status != "FINISHED", f"trial {number} is run again"
         assert run is None or run.config == config.model_dump(mode="json"), f"trial {number} changed its values"
         if run is None:
-            self.registry.create_run(str(config.name), "train-sft", config.model_dump(mode="json"))
+            self.registry.create_run(str(config.name), "sft-long-context", config.model_dump(mode="json"))
         self.running[number] = config
         self.starts[number] = self.starts.get(number, 0) + 1
         self.most_at_once = max(self.most_at_once, len(self.running))

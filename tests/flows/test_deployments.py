@@ -80,7 +80,7 @@ def test_the_limit_is_what_the_gpus_hold(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_people_set_in_prefect_stays_and_what_is_asked_for_changes(deployed: PrefectServer) -> None:
     with deployed.api() as api:
-        local = deployment(deployed, "train-sft/local")
+        local = deployment(deployed, "sft-long-context/local")
         schedule = {"schedule": {"cron": "0 4 * * *", "timezone": "UTC"}, "active": False}
         api.post(f"/deployments/{local['id']}/schedules", json=[schedule]).raise_for_status()
         change = {"parameters": {"config": {"seed": 7}}, "job_variables": {"env": {"MINE": "1"}}, "tags": ["mine"]}
@@ -90,8 +90,8 @@ def test_what_people_set_in_prefect_stays_and_what_is_asked_for_changes(deployed
         api.patch("/work_pools/loopwright", json={"concurrency_limit": 9}).raise_for_status()
 
         changed = {what for what, state in done().items() if state != "unchanged"}
-        assert changed == {"deployment train-sft/local"}  # whose heartbeat variable was gone
-        after = deployment(deployed, "train-sft/local")
+        assert changed == {"deployment sft-long-context/local"}  # whose heartbeat variable was gone
+        after = deployment(deployed, "sft-long-context/local")
         assert after["parameters"] == {"config": {"seed": 7}} and "mine" in after["tags"]
         assert after["job_variables"]["env"]["MINE"] == "1" and len(after["job_variables"]["env"]) == 2
         assert [one["schedule"]["cron"] for one in after["schedules"]] == ["0 4 * * *"]
@@ -159,7 +159,7 @@ def test_a_schedule_starts_runs_with_its_config(deployed: PrefectServer, invoke:
     nightly = ["sft", f"dataset.path={rows}", "--preset", "sft-cpu-tiny", "--name", "nightly", "--schedule", "0 2 * * *"]
     assert "created" in invoke(*nightly, "--concurrency", "1")
     assert "nothing changed" in invoke(*nightly)
-    found = deployment(deployed, "train-sft/nightly")
+    found = deployment(deployed, "sft-long-context/nightly")
     (schedule,) = found["schedules"]
     wanted = {"config": {**PRESETS["sft-cpu-tiny"].fields, "dataset": {"path": str(rows)}}}
     assert found["parameters"] == schedule["parameters"] == wanted
@@ -172,7 +172,7 @@ def test_a_schedule_starts_runs_with_its_config(deployed: PrefectServer, invoke:
 
     moved = invoke(*nightly[:-1], "30 3 * * 1", "--timezone", "Europe/Berlin")
     assert "30 3 * * 1 (Europe/Berlin)" in moved
-    (schedule,) = deployment(deployed, "train-sft/nightly")["schedules"]
+    (schedule,) = deployment(deployed, "sft-long-context/nightly")["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin" and schedule["parameters"] == wanted
     assert set(done().values()) == {"unchanged"}  # what is asked for later, for all, leaves it alone
 
@@ -228,7 +228,7 @@ def test_failed_and_crashed_runs_are_told_and_a_crash_starts_the_reaper(
     changes = deploy(plan)
     assert "canary" not in str(changes) and done(plan)[f"automation {NOTIFY}"] == "unchanged"
     reaper = deployment(deployed, "reap/local")["id"]
-    local = deployment(deployed, "train-sft/local")["id"]
+    local = deployment(deployed, "sft-long-context/local")["id"]
     config = {"model": "m", "dataset": {"path": "x"}}
     with deployed.api() as api:
 
@@ -254,7 +254,7 @@ def test_failed_and_crashed_runs_are_told_and_a_crash_starts_the_reaper(
         wait_until(lambda: {one["flow_run_id"] for one in told} >= {failed, crashed}, 120, "both are told")
         by_run = {one["flow_run_id"]: one for one in told}
         assert by_run[failed]["state"] == "Failed" and by_run[failed]["message"].startswith('column "answer"')
-        assert by_run[crashed]["flow"] == "train-sft" and failed in by_run[failed]["url"]
+        assert by_run[crashed]["flow"] == "sft-long-context" and failed in by_run[failed]["url"]
         wait_until(lambda: len(reaps()) > before, 60, "the reaper is to run")
         assert done(Plan([], notification=Notification(remove=True)))[f"automation {NOTIFY}"] == "removed"
         stored = {found["name"] for found in api.post("/automations/filter").json()}

@@ -40,7 +40,7 @@ def run(home: Path, tmp_path: Path) -> RunRow:
     """A run with two checkpoints, one of which is not here."""
     config = SFTRunConfig(name="trained", model=str(tmp_path / "model"), dataset={"path": "rows.jsonl"})  # type: ignore[arg-type]
     registry = Registry()
-    made = registry.create_run("trained", "train-sft", stored(config), output_dir=str(home / "runs" / "trained"))
+    made = registry.create_run("trained", "sft-long-context", stored(config), output_dir=str(home / "runs" / "trained"))
     registry.update_run(made.id, status="RUNNING", mlflow_run_id="0" * 32)
     registry.record_checkpoint(made.id, 4, str(tmp_path / "model"))
     registry.record_checkpoint(made.id, 8, str(tmp_path / "elsewhere"))

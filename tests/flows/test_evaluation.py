@@ -44,7 +44,7 @@ def experiment(folder: Path, retries: int) -> Experiment:
     }
     config = SFTRunConfig.model_validate(fields)
     registry = Registry(folder / "registry.db")
-    run, _ = open_run(registry, config, "train-sft", "flow-run")
+    run, _ = open_run(registry, config, "sft-long-context", "flow-run")
     made = Experiment(registry, config, run)
     made.servers = GoneServer()
     return made

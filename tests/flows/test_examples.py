@@ -160,3 +160,25 @@ def test_the_open_mopd_prompts_are_written_one_file_per_domain(tmp_path):
         split(rows[:2], tmp_path)
     with pytest.raises(SystemExit, match="'chemistry'"):
         split([{"prompt": asked, "domain": "chemistry"}], tmp_path)
+
+
+@pytest.mark.parametrize(("name", "ranks", "length"), [("1m", 8, 1 << 20), ("one_gpu", 1, 1 << 18), ("cpu", 2, 1 << 15)])
+def test_books_examples_load_with_every_lever(name, ranks, length):
+    config = load_config("sft", EXAMPLES / f"sft_books_{name}.yaml", ["dataset.path=my-books"], environ={}).config
+    assert (config.max_length, config.trainer.ranks, config.cp_size, config.dataset.path) == (length, ranks, ranks, "my-books")
+    assert config.rope_parameters == {"rope_type": "yarn", "factor": "auto"} and config.gradient_checkpointing_kwargs["offload"]
+    assert config.save_attention and config.mlp_tile_tokens and config.books is not None and not config.packing
+    assert max(config.long_eval.needle.lengths) == length and config.long_eval.books.path
+
+
+def test_the_model_of_the_cpu_example_is_made_from_the_books(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("the sea was calm and we had no wind\n" * 50)
+    script = [sys.executable, str(EXAMPLES / "sft_books_cpu.py"), str(tmp_path / "model"), str(tmp_path / "books")]
+    subprocess.run(script, check=True, timeout=300)
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer("the calm sea")["input_ids"]) == "the calm sea" and tokenizer.eos_token_id == 0
+    made = load_config("sft", EXAMPLES / "sft_books_cpu.yaml", environ={}).config
+    assert AutoConfig.from_pretrained(tmp_path / "model").max_position_embeddings * 16 == made.max_length

@@ -23,7 +23,7 @@ def ended_run(registry: Registry, folder: Path, uri: str, **columns: object) -> 
     tracker.start({"a": 1})
     tracker.log(1, {"loss": 1.0})
     assert not tracker.close("FINISHED", timeout_s=0.0)
-    run = registry.create_run(folder.name, "train-sft", {}, output_dir=str(folder))
+    run = registry.create_run(folder.name, "sft-long-context", {}, output_dir=str(folder))
     registry.update_run(run.id, **{"status": "FINISHED", **columns})
     return folder
 

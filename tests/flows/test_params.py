@@ -92,7 +92,7 @@ def test_two_runs_side_by_side_in_mlflow_differ_in_the_changed_param_only(
     }
     for name, changed in (("one", {}), ("two", {"learning_rate": 1e-3})):
         config = SFTRunConfig.model_validate({**base, "name": name, "tags": {"team": name}, **changed})
-        run = registry.create_run(name, "train-sft", {}, output_dir=str(tmp_path / name))
+        run = registry.create_run(name, "sft-long-context", {}, output_dir=str(tmp_path / name))
         registry.start_attempt(run.id)
         fields = trainer_fields(config, tmp_path / name)
         job = TrainerJob(registry, run, config, NoServers(), LeaseManager(registry), fields, uri)
@@ -106,7 +106,7 @@ def test_two_runs_side_by_side_in_mlflow_differ_in_the_changed_param_only(
     assert len(table) == 2 and not params.isna().any(axis=None)
     assert [str(name) for name in params.columns[params.nunique() > 1]] == ["params.learning_rate"]
     tags = table.set_index("tags.loopwright.run")
-    assert set(tags["tags.loopwright.flow"]) == {"train-sft"} and set(tags["tags.loopwright.attempt"]) == {"1"}
+    assert set(tags["tags.loopwright.flow"]) == {"sft-long-context"} and set(tags["tags.loopwright.attempt"]) == {"1"}
     assert tags.loc["one", "tags.team"] == "one" and tags.loc["one", "tags.loopwright.output_dir"] == str(tmp_path / "one")
     named = {"host", "run_id", "version.torch", "version.python", "failure_class", "checkpoint"}
     assert {f"tags.loopwright.{name}" for name in named} <= set(table.columns)

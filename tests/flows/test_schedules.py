@@ -62,7 +62,7 @@ def test_schedules_start_flow_runs_that_a_worker_takes_to_their_end(api: httpx.C
     path.write_text(yaml.safe_dump(config))
     asked = ("deploy", "sft", "--config", str(path), "--schedule", "* * * * *")
     assert start(*asked, log=log).wait(120) == 0, log.read_text()
-    training = deployment(api, "train-sft/often")
+    training = deployment(api, "sft-long-context/often")
 
     # As Prefect's pages do it, every few seconds.
     reaper = deployment(api, "reap/local")["id"]

@@ -27,7 +27,7 @@ def test_a_flow_started_through_the_api_fails_with_its_cause_and_is_retried_to_i
 
 
 def _fails_then_finishes(api: httpx.Client, folder: Path, url: str) -> None:
-    deployment = api.get("/deployments/name/train-sft/local").raise_for_status().json()
+    deployment = api.get("/deployments/name/sft-long-context/local").raise_for_status().json()
     form = deployment["parameter_openapi_schema"]["definitions"]["SFTRunConfig"]["properties"]
     assert form["max_length"]["minimum"] == 2 and "Longest sequence" in form["max_length"]["description"]
     assert "output_dir" not in form

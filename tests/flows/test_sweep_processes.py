@@ -53,7 +53,7 @@ def test_a_trial_waits_for_gpus_and_for_an_older_process_of_its_run(home: Path, 
         assert trials.ready(config)
         # More than the machine has: waiting is of no use, the run itself says what is wrong.
         assert trials.ready(trial(trainer={"ranks": 4}))
-        run = registry.create_run(str(config.name), "train-sft")
+        run = registry.create_run(str(config.name), "sft-long-context")
         registry.update_run(run.id, status="RUNNING", owner=Owner.current())
         assert not trials.ready(config)
         registry.update_run(run.id, owner=None)
@@ -63,14 +63,14 @@ def test_a_trial_waits_for_gpus_and_for_an_older_process_of_its_run(home: Path, 
 def test_a_run_of_the_same_name_that_is_no_trial_of_the_sweep_is_left_alone(home: Path) -> None:
     config = trial()
     other = config.model_copy(update={"sweep": None})
-    Registry().create_run(str(config.name), "train-sft", stored(other))
+    Registry().create_run(str(config.name), "sft-long-context", stored(other))
     with pytest.raises(RunRefused, match="a run is named 's-t0' already, and is no trial of sweep 's'"):
         run_trial(config)
 
 
 def test_a_finished_run_is_not_run_again(home: Path) -> None:
     registry, config = Registry(), trial()
-    run = registry.create_run(str(config.name), "train-sft", stored(config))
+    run = registry.create_run(str(config.name), "sft-long-context", stored(config))
     registry.update_run(run.id, status="FINISHED")
     run_trial(config)
     assert registry.get_run(run.id).updated_at == registry.find_run("s-t0").updated_at  # type: ignore[union-attr]

@@ -47,8 +47,8 @@ def test_of_a_name_there_is_one_sweep(registry: Registry) -> None:
 
 
 def test_a_new_sweep_does_not_take_over_runs_that_are_no_trials_of_it(registry: Registry) -> None:
-    registry.create_run("s-t12", "train-sft")
-    registry.create_run("s-tail", "train-sft")
+    registry.create_run("s-t12", "sft-long-context")
+    registry.create_run("s-tail", "sft-long-context")
     with pytest.raises(SweepRefused, match="a run is named 's-t12' already"):
         open_sweep(registry, CONFIG, None)
 

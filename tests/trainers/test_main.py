@@ -29,7 +29,7 @@ class Job:
     def __init__(self, folder: Path, name: str, **fields) -> None:
         self.folder, self.name = folder, name
         self.registry = Registry()
-        self.run = self.registry.create_run(name, "train-sft", {})
+        self.run = self.registry.create_run(name, "sft-long-context", {})
         rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.fields = {
