@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
+from tests.support import long_eval_worker
 from tests.support.policies import ONE_RANK, tiny_policy
 from tests.support.tiny_model import build_tokenizer
+from tests.trainers.test_distributed import launch
 from trainers.config import SFTConfig
 from trainers.errors import ConfigError, DatasetError
 from trainers.long_eval import LongEvaluation
@@ -161,6 +165,17 @@ def test_numbers_differ_and_come_again_with_the_seed():
 def test_a_text_without_room_is_refused():
     with pytest.raises(ConfigError, match="128 tokens have no room for sentence and question, which take"):
         Haystack(build_tokenizer(), None, 0).sample(Needle(128, 50, 0))
+
+
+def test_two_ranks_find_what_one_does_also_where_they_share_sequences(tmp_path):
+    """Five sequences over two ranks: the last place has none. Parameters are sharded, and whole nowhere afterwards."""
+    write_held_out(tmp_path, 4 * 256 + 100)
+    (one,) = long_eval_worker.run(tmp_path).values()
+    launch(2, tmp_path, "cpu", Path(long_eval_worker.__file__))
+    two = json.loads((tmp_path / "metrics-2.json").read_text())
+    assert "needle/256/50" in one and len(one) == 12
+    for found in (two["own"], two["shared"]):
+        assert found == pytest.approx(one, abs=1e-9)
 
 
 # When -------------------------------------------------------------------------------------------------------------------------
