@@ -1,4 +1,4 @@
-"""Ranks of the tests of sequence parallelism: `python sequence_worker.py FOLDER` forks two, then four, and fills FOLDER."""
+"""Ranks of the tests of sequence parallelism: `python sequence_worker.py FOLDER 2 4` forks two, then four, and fills FOLDER."""
 
 from __future__ import annotations
 
@@ -239,5 +239,5 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    for count in (2, 4):
+    for count in map(int, sys.argv[2:]):
         mp.start_processes(work, (count, free_port(), Path(sys.argv[1])), nprocs=count, start_method="fork")  # type: ignore[attr-defined]

@@ -32,14 +32,15 @@ from trainers.types import PackedRow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["cpu", *(["cuda"] if torch.cuda.device_count() >= 4 else [])])
+@pytest.fixture(scope="module", params=["cpu", *(["cuda"] if torch.cuda.device_count() >= 2 else [])])
 def done(request, tmp_path_factory) -> Path:
-    """What two and four ranks left."""
+    """What two and four ranks left; two alone where there are not more GPUs."""
+    counts = ["2", "4"] if request.param == "cpu" or torch.cuda.device_count() >= 4 else ["2"]
     folder = tmp_path_factory.mktemp("sequence")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if request.param == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, sequence_worker.__file__, str(folder)]
+    command = [sys.executable, sequence_worker.__file__, str(folder), *counts]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}"
     return folder
@@ -48,6 +49,8 @@ def done(request, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_rows_compute_what_one_rank_does(done, name):
     case = CASES[name]
+    if case.ranks == 4 and not (done / f"{name}-0.pt").exists():
+        pytest.skip("needs four GPUs")
     one = sequence_worker.step_of(Case(1, hidden=case.hidden, fields=case.fields, longest=case.longest), ONE_RANK)
     assert max(value.abs().max() for value in one["gradients"].values()) > 1e-3
     for rank in range(case.ranks):
