@@ -119,6 +119,14 @@ def test_local_paths_become_absolute_and_hub_ids_stay(tmp_path: Path, monkeypatc
     assert done.loop_cls is not None and done.loop_cls.path == f"{tmp_path / 'l.py'}:Loop"
     assert done.eval.reward_func is not None and done.eval.reward_func.path == f"{tmp_path / 'r.py'}:score"
     assert absolute_paths(done) == done
+    (tmp_path / "books").mkdir()
+    sft = SFTRunConfig.model_validate(
+        {"model": "model", "dataset": {"path": "books"}, "books": {"cache_dir": "c"}, "long_eval": {"books": {"path": "books"}}}
+    )
+    sft = absolute_paths(sft)
+    assert sft.long_eval is not None and sft.long_eval.books is not None and sft.books is not None
+    places = (sft.dataset.path, sft.long_eval.books.path, sft.books.cache_dir)
+    assert places == (str(tmp_path / "books"), str(tmp_path / "books"), str(tmp_path / "c"))
 
 
 def test_storage_reads_plain_paths_and_file_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

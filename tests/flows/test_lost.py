@@ -38,7 +38,8 @@ class FakePrefect:
 
 def lost_run(folder: Path, **columns: Any) -> Registry:
     registry = Registry(folder / "registry.db")
-    run = registry.create_run("r", "sft-long-context", {"retry": {"infrastructure": 2, "backoff_s": 0}}, prefect_flow_run_id="f")
+    retry = {"infrastructure": 2, "backoff_s": 0}
+    run = registry.create_run("r", "sft-long-context", {"retry": retry}, prefect_flow_run_id="f")
     registry.update_run(run.id, **{"status": "FAILED", "failure_class": "infrastructure", "owner": GONE} | columns)
     return registry
 

@@ -165,6 +165,27 @@ def test_an_sft_run_needs_completions_and_a_scorer(home: Path, config: Make, tmp
     assert second.startswith("eval.reward_func: is required for a supervised run")
 
 
+def test_books_and_conversations_are_looked_for(home: Path, config: Make, tmp_path: Path) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("calm")
+
+    def sft(dataset: dict[str, Any], **fields: Any) -> SFTRunConfig:
+        return SFTRunConfig.model_validate({"model": config().model, "dataset": dataset, **fields})
+
+    held_out = {"books": {"path": str(tmp_path / "books")}}
+    preflight(sft({"path": str(tmp_path / "books")}, books={}, long_eval=held_out))
+    first, second = lines(
+        sft({"path": str(tmp_path / "empty")}, books={}, long_eval={"books": {"path": str(tmp_path / "none.jsonl")}})
+    )
+    assert first.startswith("dataset: ") and "has no .txt files" in first
+    assert second.startswith("long_eval.books: there is no file")
+    (line,) = lines(sft({"path": str(tmp_path / "rows.jsonl")}, books={"text_column": "body"}, long_eval=held_out))
+    assert "there is no `body`; it has: prompt, answer" in line
+    (line,) = lines(sft({"path": str(tmp_path / "rows.jsonl"), "messages_column": "talk"}))
+    assert "no column `talk`" in line
+
+
 def test_a_storage_folder_that_cannot_be_made(home: Path, config: Make, tmp_path: Path) -> None:
     (line,) = lines(config(storage={"uri": str(tmp_path / "rows.jsonl" / "below-a-file")}))
     assert line.startswith("storage.uri: ") and "cannot be made" in line

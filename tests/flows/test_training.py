@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from flows import oom
-from flows.config import GRPORunConfig, RetryConfig
+from flows.config import GRPORunConfig, RetryConfig, SFTRunConfig
 from flows.failures import RunFailed, backoff_s
 from flows.runs import open_run
-from flows.training import NoServers, TrainerJob, serve, train_to_the_end
+from flows.training import NoServers, TrainerJob, environment, serve, train_to_the_end
 from infra.errors import ServerStartFailed
 from infra.leases import LeaseManager
 from infra.process import alive, process_start_time
@@ -129,6 +129,16 @@ def test_the_trainer_gets_config_and_run_in_a_file_and_the_key_by_environment_on
     written = (made.folder / "logs" / "trainer-1.json").read_text()
     assert "secret-key" not in written and made.registry.url not in written and '"a": "b"' in written
     assert made.registry.list_leases("process") == []
+
+
+def test_a_supervised_trainer_s_memory_grows_in_place_unless_the_user_says_otherwise(job: Make, monkeypatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    made = job("pass")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(made), "handles of a trainer's memory go to its servers"
+    made.config = SFTRunConfig.model_validate({"model": "m", "dataset": {"path": "d"}})
+    assert environment(made)["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert environment(made)["PYTORCH_CUDA_ALLOC_CONF"] == "backend:cudaMallocAsync"
 
 
 def test_progress_that_cannot_be_looked_up_does_not_end_the_training(job: Make) -> None:

@@ -91,6 +91,7 @@ class TextLines:
         self._starts = np.array(starts, np.int64)
         if not len(self._starts):
             raise DatasetError(f"{path} has no rows")
+        self.text(0)  # a column that is not there is said before anything is waited for
 
     def __len__(self) -> int:
         return len(self._starts)
