@@ -131,7 +131,7 @@ def works(device: torch.device) -> bool:
         for results, dtype, norm in ((found, torch.bfloat16, rms_norm), (wanted, torch.float32, _by_operators)):
             leaves = [leaf.to(torch.bfloat16).to(dtype).requires_grad_() for leaf in (values, scales)]
             out = norm(leaves[0], leaves[1], 1e-6)
-            results += [out.float(), *(g.float() for g in torch.autograd.grad(out, leaves, slopes.to(dtype)))]
+            results += [out.detach().float(), *(g.float() for g in torch.autograd.grad(out, leaves, slopes.to(dtype)))]
         off = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
         if off < 0.03:
             return True
