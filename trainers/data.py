@@ -100,7 +100,9 @@ def _opened(config: DatasetConfig, way: Callable[[Path, DatasetConfig], Any]) ->
     except DatasetError:
         raise
     except Exception as error:
-        raise DatasetError(f"cannot read dataset `{config.path}`: {type(error).__name__}: {error}") from error
+        here = "" if path.exists() else f", and there is no {path.absolute()}"
+        kinds = f"; of files, {', '.join(_FILES)} are read" if path.is_file() and path.suffix not in _FILES else ""
+        raise DatasetError(f"cannot read dataset `{config.path}`{here}: {type(error).__name__}: {error}{kinds}") from error
 
 
 def _stream_of(path: Path, config: DatasetConfig) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def test_texts_without_a_character_give_no_token_and_are_no_book(tmp_path):
     [
         (lambda folder: None, "has no .txt files"),
         (lambda folder: (folder / "a.txt").write_bytes(b"ab\xff"), "a.txt is not UTF-8 at byte 2"),
-        (lambda folder: (folder / "a.txt").write_text("  "), "has 0 tokens"),
+        (lambda folder: (folder / "a.txt").write_text("  "), "has 0 tokens.*give texts with words"),
+        (lambda folder: (folder / "a.txt").symlink_to(folder / "gone"), "a.txt cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_read_is_said_with_its_place(tmp_path, make, message):
@@ -133,6 +135,7 @@ def test_what_cannot_be_read_is_said_with_its_place(tmp_path, make, message):
     ("line", "message"),
     [
         ('{"title": "x"}', "row 2: there is no `text`; it has: title"),
+        (r'{"text": "ab\ud800"}', "row 2: `text` has half of a surrogate pair at character 3"),
         ('{"text": 3}', "row 2: `text` holds a int"),
         ("{", "row 2"),
     ],
@@ -195,6 +198,32 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         open_shards(texts, build_tokenizer(), tmp_path / "cache")
 
 
+def test_a_change_that_neither_size_nor_time_shows_is_refused_once(tmp_path):
+    folder, cache = tmp_path / "books", tmp_path / "cache"
+    write_books(folder)
+    books(folder, cache, 10)
+    file = folder / "03.txt"
+    before = file.stat()
+    file.write_text(file.read_text()[::-1])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for shard in cache.rglob("*.tokens"):
+        shard.unlink()
+    with pytest.raises(DatasetError, match="text 4 has changed"):
+        books(folder, cache, 10)
+    assert books(folder, cache, 10).books == 7
+
+
+@pytest.mark.parametrize("left", [b"", b"PK\x03\x04", b"something else"])
+def test_a_damaged_plan_is_made_again(tmp_path, left):
+    write_books(tmp_path / "books")
+    whole = books(tmp_path / "books", tmp_path / "cache", 10).fingerprint()
+    (plan,) = (tmp_path / "cache").rglob("*.npz")
+    plan.write_bytes(left)
+    assert books(tmp_path / "books", tmp_path / "cache", 10).fingerprint() == whole
+    with np.load(plan) as stored:
+        assert len(stored["sizes"]) == 7
+
+
 def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
     write_books(tmp_path / "books")
     (tmp_path / "file").write_text("")
@@ -202,11 +231,12 @@ def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
         books(tmp_path / "books", tmp_path / "file" / "cache", 10)
 
 
-def test_a_damaged_file_is_named(tmp_path):
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-3], lambda whole: np.array([1, 1 << 60], np.int64).tobytes()])
+def test_a_damaged_file_is_named(tmp_path, damage):
     write_books(tmp_path / "books")
     books(tmp_path / "books", tmp_path / "cache", 10)
     (path,) = (tmp_path / "cache").rglob("*.tokens")
-    path.write_bytes(path.read_bytes()[:-3])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DatasetError, match=f"{path} is damaged: delete it"):
         books(tmp_path / "books", tmp_path / "cache", 10)
 

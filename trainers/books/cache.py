@@ -50,6 +50,7 @@ class Plan:
     digests: np.ndarray
     sizes: np.ndarray
     shards: list[tuple[int, int]]
+    kept: Path | None = None  # the file that keeps it
 
 
 class Encoder:
@@ -85,12 +86,14 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             head = np.fromfile(stream, np.int64, 2)
             if len(head) < 2 or head[0] != FORMAT:
                 raise DatasetError(f"{path} is no token file of this version: delete it, and it is made again")
-            self.lengths = np.fromfile(stream, np.int64, int(head[1]))
+            texts = int(head[1])
+            self.lengths = np.fromfile(stream, np.int64, texts if 0 <= texts <= size // 8 else 0)
         self.path, self.size = path, int(self.lengths.sum())
-        if path.stat().st_size != 8 * (2 + len(self.lengths)) + 4 * self.size:
+        if len(self.lengths) != texts or size != 8 * (2 + texts) + 4 * self.size:
             raise DatasetError(f"{path} is damaged: delete it, and it is made again")
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -104,9 +107,8 @@ def make_plan(texts: Texts, folder: Path, shard_size: int = SHARD_SIZE) -> Plan:
     kept = None
     if texts.stamp is not None:
         kept = folder / "plans" / f"{hashlib.sha256(texts.stamp.encode()).hexdigest()[:32]}.npz"
-        if kept.is_file():
-            with np.load(kept, allow_pickle=False) as stored:
-                return _grouped(stored["digests"], stored["sizes"], shard_size)
+        if (stored := _kept_plan(kept, len(texts))) is not None:
+            return _grouped(*stored, shard_size, kept)
     digests, sizes = np.zeros((len(texts), _DIGEST), np.uint8), np.zeros(len(texts), np.int64)
     for index in range(len(texts)):
         text = texts.text(index)
@@ -115,10 +117,23 @@ def make_plan(texts: Texts, folder: Path, shard_size: int = SHARD_SIZE) -> Plan:
     if kept is not None:
         with _as_new_file(kept) as stream:
             np.savez(stream, digests=digests, sizes=sizes)
-    return _grouped(digests, sizes, shard_size)
+    return _grouped(digests, sizes, shard_size, kept)
 
 
-def _grouped(digests: np.ndarray, sizes: np.ndarray, shard_size: int) -> Plan:
+def _kept_plan(path: Path, texts: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Digests and sizes; None: there is no such file, or it is damaged and has to be made again."""
+    if not path.is_file():
+        return None
+    try:
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            digests, sizes = stored["digests"], stored["sizes"]
+    except Exception as error:  # whatever zipfile and NumPy say of a file that is none of theirs
+        logger.warning("%s is damaged (%s) and is made again", path, error)
+        return None
+    return (digests, sizes) if digests.shape == (texts, _DIGEST) and sizes.shape == (texts,) else None
+
+
+def _grouped(digests: np.ndarray, sizes: np.ndarray, shard_size: int, kept: Path | None) -> Plan:
     """Whole texts, in order, until a shard has `shard_size`."""
     shards: list[tuple[int, int]] = []
     start = 0
@@ -127,7 +142,7 @@ def _grouped(digests: np.ndarray, sizes: np.ndarray, shard_size: int) -> Plan:
         stop = start + min(int(np.searchsorted(ends, shard_size)) + 1, len(ends))
         shards.append((start, stop))
         start = stop
-    return Plan(digests, sizes, shards)
+    return Plan(digests, sizes, shards, kept)
 
 
 def open_shards(
@@ -154,13 +169,13 @@ def open_shards(
         own = folder / encoder.key
         own.mkdir(parents=True, exist_ok=True)
         names = [hashlib.sha256(encoder.key.encode() + plan.digests[a:b].tobytes()).hexdigest()[:32] for a, b in plan.shards]
-        _make_missing(texts, encoder, plan, [own / f"{name}.tokens" for name in names], workers or os.cpu_count() or 1, say)
+        paths = [own / f"{name}.tokens" for name in names]
+        _make_missing(texts, encoder, plan, paths, workers or os.cpu_count() or 1, say)
+        return [Shard(path) for path in paths], hashlib.sha256("".join(names).encode()).hexdigest()[:16]
     except OSError as error:
         raise DatasetError(
             f"the token cache {folder} cannot be used: {error}. Set books.cache_dir to a folder with room for 4 bytes per token"
         ) from error
-    digest = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
-    return [Shard(own / f"{name}.tokens") for name in names], digest
 
 
 def _make_missing(
@@ -190,6 +205,8 @@ def _checked(texts: Texts, plan: Plan, span: range) -> list[str]:
     found = [texts.text(index) for index in span]
     for index, text in zip(span, found, strict=True):
         if _digest_of(text) != plan.digests[index].tobytes():
+            if plan.kept is not None:  # the text may have been changed without another size or time
+                plan.kept.unlink(missing_ok=True)
             raise DatasetError(f"{texts.source}: text {index + 1} has changed since it was first read: start the run again")
     return found
 

@@ -54,10 +54,10 @@ class Books(Rows):
         self._length = whole + (self.left_over > self.dropped_tokens)
         self._content = content
         if not self._length:
-            raise DatasetError(
-                f"{source} has {self.tokens} tokens: not one sequence of max_length={length}; shorten max_length, or set "
-                "books.last_sequence=keep"
+            remedy = (
+                "give texts with words in them" if self.tokens < 2 else "shorten max_length, or set books.last_sequence=keep"
             )
+            raise DatasetError(f"{source} has {self.tokens} tokens: not one sequence of max_length={length}; {remedy}")
 
     @property
     def books(self) -> int:

@@ -55,8 +55,10 @@ class TextFolder:
 
     def __init__(self, path: Path, most: int | None) -> None:
         self.source = f"folder {path}"
-        self._files = [path] if path.is_file() else sorted(path.rglob("*.txt"))[:most]
-        if not self._files or not self._files[0].is_file():
+        if not path.exists():
+            raise DatasetError(f"there is no {path.absolute()}: give a .txt file, or a folder with one book per file")
+        self._files = [path] if path.is_file() else sorted(file for file in path.rglob("*.txt") if not file.is_dir())[:most]
+        if not self._files:
             raise DatasetError(f"{path} has no .txt files: give a folder with one book per file, or a file with a text column")
         self.stamp: str | None = json.dumps([[str(file.absolute()), *_stat(file)] for file in self._files])
 
@@ -128,6 +130,13 @@ class TextRows:
 def _text_of(row: Any, column: str, where: str) -> str:
     value = row.get(column) if isinstance(row, dict) else None
     if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DatasetError(
+                f"{where}: `{column}` has half of a surrogate pair at character {error.start + 1}, which no tokenizer takes: "
+                "mend it, or take the row out"
+            ) from error
         return value
     has = f"it has: {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
     what = f"`{column}` holds a {type(value).__name__}" if value is not None else f"there is no `{column}`; {has}"
@@ -135,5 +144,10 @@ def _text_of(row: Any, column: str, where: str) -> str:
 
 
 def _stat(path: Path) -> tuple[int, int]:
-    stat = os.stat(path)
+    """Size and time of change. Raises `DatasetError`: it cannot be opened, as behind a broken link."""
+    try:
+        with open(path, "rb") as stream:
+            stat = os.fstat(stream.fileno())
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}; mend it, or take it out") from error
     return stat.st_size, stat.st_mtime_ns
