@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from flows.plan_memory import Machine, Row
 
 SHOWN = 10
+MOST_GIB = 1 << 30
 
 
 @click.command("plan-memory")
@@ -19,9 +21,11 @@ SHOWN = 10
 @click.option("--max-length", required=True, type=click.IntRange(min=2), metavar="N", help="Tokens of the longest sequence.")
 @click.option("--gpus", type=click.IntRange(min=1), help="GPUs of one host. Default: those that this process sees, or 1.")
 @click.option(
-    "--gpu-memory", type=click.FloatRange(min=1), metavar="GIB", help="Of one GPU. Default: that of the first one here."
+    "--gpu-memory", type=click.FloatRange(1, MOST_GIB), metavar="GIB", help="Of one GPU. Default: that of the first one here."
 )
-@click.option("--host-memory", type=click.FloatRange(min=0), metavar="GIB", help="Of the host. Default: what is free here.")
+@click.option(
+    "--host-memory", type=click.FloatRange(0, MOST_GIB), metavar="GIB", help="Of the host. Default: what is free here."
+)
 @click.option("--weights", type=click.Choice(["all", "lora"]), help="Train these. Default: all, or else an adapter.")
 @click.option("--lora-rank", type=click.IntRange(min=1), default=16, show_default=True, help="Of the adapter that is planned.")
 @click.option(
@@ -80,12 +84,15 @@ def _machine(gpus: int | None, gpu_memory: float | None, host_memory: float | No
     """What was given, the rest as it is here.
 
     Raises:
-        ConfigError: there is no GPU here whose memory could be read.
+        ConfigError: there is no GPU here whose memory could be read, or a size is no number.
     """
     from flows.plan_memory import GIB, Machine
     from infra.gpus import memory_bytes, visible_gpus
     from trainers.errors import ConfigError
 
+    for name, given in (("--gpu-memory", gpu_memory), ("--host-memory", host_memory)):
+        if given is not None and math.isnan(given):  # a range lets it pass
+            raise ConfigError(f"{name} nan is no number of GiB: write one, such as 139.8")
     seen = visible_gpus()
     if gpu_memory is None and not seen:
         raise ConfigError("there is no GPU here to plan for: say how much one has, as in --gpu-memory 139.8 (an H200)")
@@ -112,10 +119,10 @@ def _print(rows: list[Row], chosen: Row | None, lines: list[str], machine: Machi
     if chosen is None:
         there, needed = (machine.gpu_bytes, machine.host_bytes), (wanted.required_bytes, wanted.peak.host_bytes)
         (gpu, host), (needed_gpu, needed_host) = ([size / 2**30 for size in sizes] for sizes in (there, needed))
+        remedy = "use more GPUs or a shorter --max-length" + ("" if wanted.levers.lora_rank else ", or --weights lora")
         click.echo(
             f"nothing fits {gpu:.1f} GiB a GPU and {host:.1f} GiB of host memory; what needs the least of a GPU, "
-            f"{wanted.levers.names}, needs {needed_gpu:.1f} GiB and {needed_host:.1f} GiB of host memory: use more GPUs, a "
-            "shorter --max-length, or --weights lora"
+            f"{wanted.levers.names}, needs {needed_gpu:.1f} GiB and {needed_host:.1f} GiB of host memory: {remedy}"
         )
         return
     click.echo(f"the fastest that fits: {chosen.levers.names}. In the config:")

@@ -23,6 +23,8 @@ _OTHER_LAYERS = {
     "ssm_state_size": "state-space layers",
     "is_encoder_decoder": "an encoder and a decoder",
 }
+_TRAINED = "original_max_position_embeddings"
+_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")  # numbers that may be left out
 _QK_NORMS = ("qwen3", "olmo2", "gemma3", "gemma3_text")  # types that norm queries and keys
 
 
@@ -90,28 +92,31 @@ def shape_of(config: dict[str, Any], name: str) -> ModelShape:
     Raises:
         ConfigError: its layers are of another kind, or a dimension is not there.
     """
-    text = config.get("text_config") or config
+    text = _section(config, name, "text_config") or config
     for field, kind in _OTHER_LAYERS.items():
         if text.get(field) or config.get(field):
             raise ConfigError(
                 f"model {name!r} has {kind} ({field}={text.get(field) or config.get(field)}): what its layers keep is not "
                 "known here; measure one step of it instead (perf/peak_memory_bytes)"
             )
-    strange = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    kinds = text.get("layer_types") or []
+    strange = {str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])} - {"full_attention", "sliding_attention"}
     if strange:
         raise ConfigError(
             f"model {name!r} has layers of type {', '.join(sorted(strange))}: only attention layers are known here"
         )
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    missing = [field for field in names if not isinstance(text.get(field), int)]
+    missing = [field for field in names if text.get(field) is None]
     if missing:
         raise ConfigError(f"the config.json of model {name!r} has no {', '.join(missing)}: its shape cannot be told from it")
+    scaling = _section(text, name, "rope_parameters") or _section(text, name, "rope_scaling") or {}
+    for field, value in (*((field, text.get(field)) for field in (*names, *_COUNTS)), (_TRAINED, scaling.get(_TRAINED))):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(
+                f"the config.json of model {name!r} has {field}={value!r}: it must be a whole number of 1 or more"
+            )
     layers, hidden, intermediate, heads, vocabulary = (text[field] for field in names)
-    slides = "sliding_attention" in (text.get("layer_types") or []) or (
-        not text.get("layer_types") and text.get("sliding_window") and text.get("use_sliding_window", True)
-    )
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    trained = scaling.get("original_max_position_embeddings") or text.get("max_position_embeddings")
+    slides = "sliding_attention" in kinds or (not kinds and text.get("sliding_window") and text.get("use_sliding_window", True))
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -124,8 +129,16 @@ def shape_of(config: dict[str, Any], name: str) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
         qk_norms=text.get("model_type") in _QK_NORMS,
         window=text.get("sliding_window") if slides else None,
-        trained_positions=trained,
+        trained_positions=scaling.get(_TRAINED) or text.get("max_position_embeddings"),
     )
+
+
+def _section(config: dict[str, Any], name: str, field: str) -> dict[str, Any] | None:
+    """An object within a config.json. Raises `ConfigError`: it is something else."""
+    value = config.get(field)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"the config.json of model {name!r} has {field}={value!r}: it must be an object")
+    return value
 
 
 def read_shape(model: str) -> ModelShape:

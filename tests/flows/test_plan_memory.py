@@ -117,6 +117,7 @@ def test_where_nothing_fits_it_says_what_the_least_needs(model):
     done = run("--model", model, "--max-length", "4194304", "--gpu-memory", "16", "--host-memory", "64", "--gpus", "1")
     assert done.exit_code == 1
     assert "nothing fits 16.0 GiB a GPU and 64.0 GiB of host memory" in done.output
+    assert "--weights lora" not in done.output  # it was an adapter already
 
 
 def test_what_it_cannot_plan_is_refused(model, monkeypatch):
@@ -125,5 +126,8 @@ def test_what_it_cannot_plan_is_refused(model, monkeypatch):
     assert isinstance(done.exception, ConfigError) and "--gpu-memory" in str(done.exception)
     done = run("--model", "nowhere/", "--max-length", "4096", "--gpu-memory", "80")
     assert isinstance(done.exception, ConfigError)
+    done = run("--model", model, "--max-length", "4096", "--gpu-memory", "nan")
+    assert isinstance(done.exception, ConfigError) and "--gpu-memory nan" in str(done.exception)
+    assert run("--model", model, "--max-length", "4096", "--gpu-memory", "inf").exit_code == 2
     with pytest.raises(ConfigError, match="--max-length of 2 or more"):
         plan(SMALL, 1, H200)

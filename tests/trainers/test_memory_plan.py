@@ -145,6 +145,12 @@ def test_rates_between_measured_lengths():
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
         ({"intermediate_size": None}, "has no intermediate_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: it must be a whole number"),
+        ({"hidden_size": True}, "hidden_size=True: it must be a whole number"),
+        ({"head_dim": "x"}, "head_dim='x': it must be a whole number"),
+        ({"rope_parameters": "yarn"}, "rope_parameters='yarn': it must be an object"),
+        ({"text_config": [1]}, "text_config=.1.: it must be an object"),
+        ({"layer_types": "sliding"}, "layers of type sliding"),
     ],
 )
 def test_a_shape_that_is_not_known_is_refused(change, message):
