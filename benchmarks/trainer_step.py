@@ -142,6 +142,9 @@ class Recorder:
     def checkpoint(self, step: int, path: str) -> None:
         """The run's last state is thrown away."""
 
+    def artifact(self, path: Path, name: str) -> None:
+        """No file is looked at."""
+
 
 def measure(shape_name: str, steps: int, warmup: int, microbatches: int, ranks: Ranks, output_dir: str) -> dict[str, Any]:
     """Train `warmup + steps` steps; medians over the last `steps` of them."""
