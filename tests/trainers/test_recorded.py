@@ -73,7 +73,7 @@ def trl_trainer(folder: str, rows: list[dict[str, Any]], **options: Any):
     ids=["completion", "all", "assistant in prompt too", "talk", "assistant in talk, dft"],
 )
 def test_trained_tokens_and_loss_are_trls(tmp_path, rows, options):
-    peer = trl_trainer(str(tmp_path), rows, **options)
+    peer: Any = trl_trainer(str(tmp_path), rows, **options)
     theirs = peer.compute_loss(peer.model, next(iter(peer.get_train_dataloader())))
     made = samples(rows, config(rows, **options))
     for sample, row in zip(made, peer.train_dataset, strict=True):
