@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -25,6 +26,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def unknown(name: str, known: Iterable[str], what: str) -> str:
+    """What to say of a name that is none of `known`."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"unknown {what}: " + (f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(names))
 
 
 def number_fields(schema: dict[str, Any]) -> None:
@@ -62,9 +70,7 @@ class StrictModel(BaseModel):
         """Why a field called `name` may not be written here; None if it may. Subclasses add names of their own."""
         if name in cls.model_fields:
             return None
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "known fields: " + ", ".join(sorted(cls.model_fields))
-        return f"unknown field `{name}` in {cls.__name__}: {hint}"
+        return unknown(name, cls.model_fields, f"field `{name}` in {cls.__name__}")
 
     @classmethod
     def _flatten_sections(cls, data: dict[str, Any]) -> dict[str, Any]:

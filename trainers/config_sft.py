@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainers.config_base import StrictModel
+from trainers.config_base import StrictModel, unknown
 from trainers.config_trainer import TrainerConfig
+
+ROPE_TYPES = ("yarn", "linear", "dynamic", "longrope", "llama3", "proportional", "default")
+ROPE_FIELDS = (  # of transformers' `rope_parameters`, whatever the type
+    "rope_type", "factor", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor",
+    "high_freq_factor", "mrope_section", "mrope_interleaved",
+)  # fmt: skip
 
 
 class BooksConfig(StrictModel):
@@ -120,6 +128,27 @@ class SFTConfig(TrainerConfig):
         None, description="Loss by position on held-out books, and retrieval from a long text. Default none."
     )
 
+    @field_validator("rope_parameters")
+    @classmethod
+    def _rotary_scaling(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in given or {}:
+            if name not in ROPE_FIELDS:
+                raise ValueError(unknown(str(name), ROPE_FIELDS, f"field `{name}`"))
+        if given is not None and given.get("rope_type") not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_type is {given.get('rope_type')!r}: write one of {', '.join(ROPE_TYPES)}, as in "
+                "{rope_type: yarn, factor: auto}"
+            )
+        factor = (given or {}).get("factor", "auto")
+        if factor != "auto" and (isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf):
+            raise ValueError(f"factor is {factor!r}: write a number of 1 or more, or auto")
+        trained = (given or {}).get("original_max_position_embeddings", 1)
+        if isinstance(trained, bool) or not isinstance(trained, int) or trained < 1:
+            raise ValueError(
+                f"original_max_position_embeddings is {trained!r}: write the trained window in tokens, or leave it out"
+            )
+        return given
+
     @model_validator(mode="after")
     def _one_kind_of_rows(self) -> SFTConfig:
         if not self.packing and (self.token_budget or 0) > 0:
@@ -138,6 +167,13 @@ class SFTConfig(TrainerConfig):
                     "completion_only_loss needs a prompt and a completion apart, and dataset.messages_column holds both in "
                     "one: set assistant_only_loss=true to train the assistant's turns alone"
                 )
+        if self.books is not None and self.dataset.messages_column is not None:
+            raise ValueError("dataset.messages_column names conversations, and books are texts: leave it or `books` out")
+        if self.books is not None and 0 < (self.token_budget or 0) < self.max_length:
+            raise ValueError(
+                f"token_budget={self.token_budget} is less than one sequence of books, which has max_length={self.max_length}: "
+                "raise it, leave it out, or lower max_length"
+            )
         if self.books is not None and self.dataset.streaming:
             raise ValueError("books are read from their token cache: leave dataset.streaming out")
         return self

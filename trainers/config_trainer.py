@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainers.config_base import StrictModel
+from trainers.config_base import StrictModel, unknown
 from trainers.config_parts import CallableSpec, DatasetConfig, EvalConfig
 from trainers.config_peft import ADAPTER_RANKS, AdapterServing, PeftConfig
 from trainers.packing import row_multiple
 from trainers.roster import plain_url
 from trainers.training_arguments import config_refusal
 
+CHECKPOINT_KWARGS = ("offload", "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -136,6 +137,14 @@ class TrainerConfig(StrictModel):
         """As transformers reads it: one name, or `none`."""
         names = [value] if isinstance(value, str) else value
         return [] if names in (None, ["none"]) else names
+
+    @field_validator("gradient_checkpointing_kwargs")
+    @classmethod
+    def _arguments_of_checkpoint(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in kwargs or {}:
+            if name not in CHECKPOINT_KWARGS:
+                raise ValueError(unknown(str(name), CHECKPOINT_KWARGS, f"argument `{name}`"))
+        return kwargs
 
     @model_validator(mode="after")
     def _kept_for_a_recomputation(self) -> TrainerConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from tests.support.tiny_model import build_tokenizer
 from tests.support.waiting import wait_until
@@ -19,7 +20,7 @@ from trainers.books.cache import Encoder, make_plan, open_shards
 from trainers.books.sequences import Books, open_books
 from trainers.books.texts import open_texts
 from trainers.config_parts import DatasetConfig
-from trainers.config_sft import BooksConfig
+from trainers.config_sft import BooksConfig, SFTConfig
 from trainers.errors import DatasetError
 
 WORDS = ["the", "sea", "was", "calm", "and", "we", "had", "no", "wind"]
@@ -222,6 +223,19 @@ def test_a_damaged_plan_is_made_again(tmp_path, left):
     assert books(tmp_path / "books", tmp_path / "cache", 10).fingerprint() == whole
     with np.load(plan) as stored:
         assert len(stored["sizes"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset": {"path": "d", "messages_column": "messages"}}, "leave it or `books` out"),
+        ({"token_budget": 100}, "token_budget=100 is less than one sequence of books"),
+        ({"gradient_checkpointing_kwargs": {"ofload": True}}, "unknown argument `ofload`: did you mean `offload`"),
+    ],
+)
+def test_options_that_books_cannot_go_by_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        SFTConfig.model_validate({"model": "m", "dataset": {"path": "d"}, "books": {}, **fields})
 
 
 def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainers import rope
@@ -41,6 +42,22 @@ def test_what_is_left_out_comes_from_the_model_and_the_longest_sequence():
 def test_what_contradicts_the_model_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         rope.complete(config(), given, 4096)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "rope_type is None: write one of yarn"),
+        ({"rope_type": "yran"}, "rope_type is 'yran': write one of yarn"),
+        ({"rope_typ": "yarn"}, "unknown field `rope_typ`: did you mean `rope_type`"),
+        ({"rope_type": "yarn", "factor": "atuo"}, "factor is 'atuo': write a number"),
+        ({"rope_type": "yarn", "factor": float("nan")}, "factor is nan"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+    ],
+)
+def test_what_says_nothing_is_refused_where_it_is_written(given, message):
+    with pytest.raises(ValidationError, match=message):
+        SFTConfig(model="m", dataset={"path": "d"}, rope_parameters=given)
 
 
 def test_a_run_trains_the_model_with_it(tmp_path):
