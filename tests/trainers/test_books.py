@@ -331,13 +331,17 @@ def test_processes_at_once_share_the_work(tmp_path):
 def test_a_process_that_waits_for_one_that_dies_takes_over(tmp_path):
     folder, cache = tmp_path / "books", tmp_path / "cache"
     write_books(folder, 6)
-    killed = tokenizing(folder, cache, hangs_at=2)
-    waiting = tokenizing(folder, cache)
-    try:
-        wait_until(lambda: files(cache), 60)  # of the second, the first hangs in its own
-        assert waiting.poll() is None
-    finally:
-        kill_after(killed, 2)
+    texts = open_texts(DatasetConfig.model_validate({"path": str(folder)}), "text")
+    shards = len(make_plan(texts, tmp_path / "plan", 150).shards)
+    assert shards > 1
+    with tokenizing(folder, cache, hangs_at=1) as killed:
+        try:
+            assert killed.stdout is not None and killed.stdout.readline()  # it holds its first shard from now on
+            waiting = tokenizing(folder, cache)
+            wait_until(lambda: len(files(cache)) == shards - 1, 60)  # all others are made
+            assert waiting.poll() is None
+        finally:
+            killed.send_signal(signal.SIGKILL)
     output, _ = waiting.communicate(timeout=60)
     assert output.splitlines()[-1].startswith("done ") and waiting.returncode == 0
-    assert not list(cache.rglob("*.partial"))
+    assert len(files(cache)) == shards and not list(cache.rglob("*.partial"))
