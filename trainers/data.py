@@ -32,6 +32,8 @@ class Rows:
         source: what to call it in messages.
     """
 
+    cut_by = ""  # options that the rows are made with
+
     def __init__(self, rows: Any, source: str, max_rows: int | None = None) -> None:
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise DatasetError(f"{source} is a {type(rows).__name__} without a length: pass a Dataset or a list of dicts")

@@ -120,6 +120,9 @@ def build_policy(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, lo
         ConfigError: the model does something that packed rows or our head would compute otherwise.
     """
     lora.refuse_quantised(model)
+    unscaled = rope.beyond(model.config, longest) if longest and hasattr(config, "rope_parameters") else None
+    if unscaled and ranks.is_main:
+        logger.warning(unscaled)
     if ranks.sequence is not None:
         attention.check_shared(model, ranks.sequence, longest)
     attention.check_supported(model, longest)

@@ -15,6 +15,18 @@ from trainers.errors import ConfigError
 SCALED = ("yarn", "linear", "dynamic")  # types that have a `factor`
 
 
+def beyond(model_config: Any, longest: int) -> str | None:
+    """What to say where sequences of `longest` tokens leave the trained window and nothing scales their positions."""
+    text = model_config.get_text_config()
+    own, trained = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None) or longest
+    if own.get("rope_type") != "default" or longest <= trained:
+        return None
+    return (
+        f"max_length={longest}: the model was trained for {trained} positions, and nothing scales those beyond; set "
+        "rope_parameters={rope_type: yarn, factor: auto}, or look at loss_by_position"
+    )
+
+
 def complete(model_config: Any, given: dict[str, Any], longest: int) -> dict[str, Any]:
     """`given` with what it leaves out: the base and the trained window from the model, the factor from the longest sequence.
 

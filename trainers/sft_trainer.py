@@ -7,7 +7,7 @@ from typing import Any
 
 from trainers.arguments import LongContextSFTConfig
 from trainers.async_trainer import AsyncTrainer
-from trainers.books.texts import open_texts
+from trainers.books.texts import TextRows, open_texts
 from trainers.config_parts import DatasetConfig
 from trainers.data import Rows, as_data, check_columns
 from trainers.errors import ConfigError
@@ -55,7 +55,10 @@ class LongContextSFTTrainer(AsyncTrainer):
             super()._check_dataset()
 
     def _check_data(self, data: Rows | Stream) -> None:
-        if self._joins(data) and isinstance(data, Stream):
+        if self._joins(data):
+            if isinstance(data, Rows):
+                TextRows(data, self._text_column)
+                return
             raise ConfigError(
                 "train_dataset is a stream of texts, and books are read from a cache of all their tokens: pass a Dataset, or "
                 "the path of a folder or file"

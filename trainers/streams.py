@@ -63,6 +63,8 @@ class Stream:
         TypeError: it cannot be pickled.
     """
 
+    cut_by = ""  # see `Rows`
+
     def __init__(self, rows: Any, source: str, max_rows: int | None = None) -> None:
         if iter(rows) is rows:
             raise DatasetError(

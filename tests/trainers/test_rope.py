@@ -68,6 +68,15 @@ def test_a_run_trains_the_model_with_it(tmp_path):
     assert model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(2) + 1)
 
 
+def test_sequences_beyond_the_trained_window_are_told_of_unless_something_scales_them():
+    said = rope.beyond(config(), 2048)
+    assert said is not None and "max_length=2048: the model was trained for 1024 positions" in said
+    assert rope.beyond(config(), 1024) is None
+    scaled = config()
+    scaled.rope_parameters = rope.complete(scaled, {"rope_type": "yarn"}, 4096)
+    assert rope.beyond(scaled, 4096) is None
+
+
 def test_high_frequencies_stay_and_low_ones_are_stretched():
     """By the paper: a dimension that turns more than 32 times in the trained window keeps its frequency, one that turns less
     than once has it divided by the factor; and attention is scaled by 0.1 ln(factor) + 1."""

@@ -53,7 +53,7 @@ def test_a_script_trains_on_books_beyond_the_window_with_every_lever(tmp_path, m
     asked = [entry["step"] for entry in trainer.state.log_history if "needle/1024/50" in entry]
     assert asked == [0, 2]
     assert (tmp_path / "out" / "long_eval" / "step-2" / "needle.csv").is_file()
-    with pytest.raises(DatasetError, match="train_dataset changed"):
+    with pytest.raises(DatasetError, match=r"train_dataset changed, or max_length, .* did: its"):
         longer = dataclasses.replace(args, max_length=512, rope_parameters=None, max_steps=3)
         LongContextSFTTrainer(model, longer, TEXTS).train(resume_from_checkpoint=True)
 
@@ -80,6 +80,7 @@ def test_what_the_dataset_is_follows_from_its_columns(tmp_path, model):
         ([{"prompt": "a"}], {}, DatasetError, "no column `completion`"),
         ("/nowhere/books.jsonl", {}, DatasetError, "there is no file /nowhere"),
         (None, {}, ConfigError, "train_dataset is missing"),
+        (PAIRS, {"books": {}}, DatasetError, "no column `text`"),
         (PAIRS, {"assistant_only_loss": True, "books": {}}, ConfigError, "about conversations"),
     ],
 )

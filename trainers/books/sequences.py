@@ -40,6 +40,8 @@ class Books(Rows):
         DatasetError: there is no sequence to train on.
     """
 
+    cut_by = "max_length, books.last_sequence or the tokenizer"
+
     def __init__(self, shards: Sequence[Shard], content: str, length: int, source: str, drop_last: bool = False) -> None:
         self.source, self.length = source, length
         self.columns = [TOKENS, POSITIONS]

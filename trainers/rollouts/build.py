@@ -50,7 +50,7 @@ def open_data(
         check_columns(rows, config)
     fingerprint = rows.fingerprint()
     if resume_dir is not None:
-        read_state(resume_dir, rows.source, fingerprint, config.allow_dataset_change)
+        read_state(resume_dir, rows.source, fingerprint, config.allow_dataset_change, rows.cut_by)
     return rows
 
 

@@ -182,7 +182,7 @@ class StepEngine:
             DatasetError: the dataset is not the one of the snapshot.
             ConfigError: the snapshot was written in another format.
         """
-        state = read_state(directory, self._rows.source, self.fingerprint, self.config.allow_dataset_change)
+        state = read_state(directory, self._rows.source, self.fingerprint, self.config.allow_dataset_change, self._rows.cut_by)
         if state is None:
             return
         lost = isinstance(self._rows, Stream) and not self._rows.stateful

@@ -58,11 +58,12 @@ def read_samples(directory: Path, state: dict[str, Any], objective: str) -> list
     return read_buffer(directory / BUFFER_FILE)
 
 
-def read_state(directory: Path, source: str, fingerprint: str, allow_change: bool) -> dict[str, Any] | None:
+def read_state(directory: Path, source: str, fingerprint: str, allow_change: bool, cut_by: str = "") -> dict[str, Any] | None:
     """The state of a snapshot; None if the data changed and that is allowed: positions of other data say nothing.
 
     Args:
         source, fingerprint: of the data as it is now.
+        cut_by: options that its rows are made with, which may be what changed.
 
     Raises:
         DatasetError: the dataset is not the one of the snapshot.
@@ -78,7 +79,8 @@ def read_state(directory: Path, source: str, fingerprint: str, allow_change: boo
         return state
     if not allow_change:
         raise DatasetError(
-            f"{source} changed: its fingerprint is {fingerprint}, the checkpoint's is {state['fingerprint']}. "
-            "Restore the data, or set allow_dataset_change=true to begin anew with this one"
+            f"{source} changed{cut_by and f', or {cut_by} did'}: its fingerprint is {fingerprint}, the checkpoint's is "
+            f"{state['fingerprint']}. Restore {'them' if cut_by else 'the data'}, "
+            "or set allow_dataset_change=true to begin anew with this one"
         )
     return None
