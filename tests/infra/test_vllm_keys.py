@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
@@ -215,3 +217,38 @@ def test_a_chat_template_is_given_to_the_rust_front_end_without_marks_for_traini
     assert flag == "--chat-template" and "generation %}" not in text and "message['content'] + '<eos>'" in text
     assert plain_template(str(tmp_path / "no-model"), tmp_path) == []
     assert split(["m", "--port", "7", "--x", "1", "--host=::1"]) == ("::1", 7, ["m", "--x", "1"])
+
+
+def test_a_stopped_proxy_ends_the_server_behind_and_leaves_no_folder_and_no_argument_takes_it_away(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(f"""#!/bin/sh
+trap 'touch {tmp_path}/ended; exit 0' TERM
+echo "$@" > {tmp_path}/given; mv {tmp_path}/given {tmp_path}/up
+while :; do sleep 0.05; done
+""")
+    fake.chmod(0o755)
+    (tmp_path / "temporary").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(PLUGIN), "VLLM_API_KEY": KEY, "VLLM_USE_RUST_FRONTEND": "1"}
+    code = f"import sys; sys.executable = {str(fake)!r}; from loopwright_vllm import serve; sys.exit(serve.main())"
+    command = [sys.executable, "-c", code, "model", "--port", str(port), "--uds", str(tmp_path / "open")]
+    url = f"http://127.0.0.1:{port}"
+
+    def stands_before_nothing() -> bool:
+        with suppress(ConnectionError):
+            return ask(url, "/health", "GET") == [502]
+        return False
+
+    with subprocess.Popen(command, env=env | {"TMPDIR": str(tmp_path / "temporary")}) as process:
+        try:
+            wait_until((tmp_path / "up").exists)
+            wait_until(stands_before_nothing)
+            assert ask(url, "/v1/models", "GET") == [401]
+            given = (tmp_path / "up").read_text().split()
+            assert given[-2] == "--uds" and given[-1].startswith(str(tmp_path / "temporary"))
+        finally:
+            process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    assert (tmp_path / "ended").exists() and not list((tmp_path / "temporary").iterdir())

@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
+BEHIND = "--behind-proxy"  # first, where a user's arguments never are: this is the server, and the proxy is there
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
@@ -57,16 +59,29 @@ def plain_template(model: str, folder: Path) -> list[str]:
     return ["--chat-template", str(folder / source.name)]
 
 
+class Stopped(SystemExit):
+    """SIGTERM came."""
+
+
+def stop(number: int, frame: Any) -> NoReturn:
+    raise Stopped(128 + number)
+
+
 def run_behind_proxy(arguments: list[str]) -> int:
-    """Returns the exit code of the server behind."""
+    """Returns the exit code of the server behind, which ends with this process.
+
+    Raises:
+        Stopped: by a signal, once the server behind has ended and its folder is gone.
+    """
     from loopwright_vllm import proxy
 
+    signal.signal(signal.SIGTERM, stop)  # uvicorn raises the signal anew when it is done: by itself that would be the end
     host, port, others = split(arguments)
     with tempfile.TemporaryDirectory(prefix="loopwright-vllm-") as name:  # mode 0700
         socket = os.path.join(name, "front")
         if "--chat-template" not in others:
             others += plain_template(others[0], Path(name))
-        command = [sys.executable, "-m", "loopwright_vllm.serve", *others, "--uds", socket]
+        command = [sys.executable, "-m", "loopwright_vllm.serve", BEHIND, *others, "--uds", socket]
         # The key is for the proxy: behind it nothing needs one, and a log of its environment must not show it.
         env = {variable: value for variable, value in os.environ.items() if variable != "VLLM_API_KEY"}
         with subprocess.Popen(command, env=env) as server:
@@ -80,10 +95,16 @@ def run_behind_proxy(arguments: list[str]) -> int:
 
 def main() -> int:
     arguments = sys.argv[1:]
-    behind_proxy = os.environ.get("VLLM_USE_RUST_FRONTEND") == "1" and "--uds" not in arguments
-    if behind_proxy:
-        return run_behind_proxy(arguments)
-    run_vllm(arguments)
+    if arguments[:1] == [BEHIND]:
+        run_vllm(arguments[1:])
+    elif os.environ.get("VLLM_USE_RUST_FRONTEND") == "1":
+        try:
+            return run_behind_proxy(arguments)
+        except Stopped:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)  # who waits for this process sees what ended it
+    else:
+        run_vllm(arguments)
     return 0
 
 
