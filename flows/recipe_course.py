@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flows.recipe_config import BASE, MERGED, SFT
-from flows.recipe_data import join
+from flows.recipe_data import JOINED, join, joined_from
 from flows.recipe_plan import Plan
 from flows.recipe_stages import StageRuns
 from infra.registry import Registry, RunRow
 from trainers.errors import ConfigError
 from trainers.references import resolve
-
-_DATA = "data"  # a stage that is no run: the joined prompts
 
 
 class Measures(Protocol):
@@ -65,24 +63,27 @@ class Course:
         return merged
 
     def _join(self) -> str:
-        """The prompts of all domains in one file, which is made again where it is gone; its path.
+        """The prompts of all domains in one file, made again where it is gone, and anew for other data sets; its path.
 
         Raises:
-            ConfigError: the data sets are not what they were when the student's training began.
+            ConfigError: the data sets hold something else than when they were joined.
         """
-        noted = self._registry.get_run(self._row.id).stages.get(_DATA)
-        if noted is not None and Path(noted["path"]).is_file():
-            return noted["path"]
-        data = join(
-            {name: domain.dataset for name, domain in self._plan.config.domains.items()}, self._folder / "prompts.jsonl"
-        )
-        if noted is not None and noted["fingerprint"] != data["fingerprint"]:
+        datasets = {name: domain.dataset for name, domain in self._plan.config.domains.items()}
+        noted, told = self._registry.get_run(self._row.id).stages.get(JOINED), joined_from(datasets)
+        # Other ones are those of a config that changed before the student trained.
+        known = noted if noted is not None and noted["of"] == told else None
+        if known is not None and Path(known["path"]).is_file():
+            return known["path"]
+        if known is None:
+            self._registry.set_stage(self._row.id, JOINED, None)  # before its file is another one
+        data = {**join(datasets, self._folder / "prompts.jsonl"), "of": told}
+        if known is not None and known["fingerprint"] != data["fingerprint"]:
             raise ConfigError(
-                f"the domains' data sets have changed since the prompts were joined (fingerprint {noted['fingerprint']}, now "
+                f"the domains' data sets have changed since the prompts were joined (fingerprint {known['fingerprint']}, now "
                 f"{data['fingerprint']}): restore them, or choose another name for the recipe"
             )
         self._note_lineage(data)
-        self._registry.set_stage(self._row.id, _DATA, data)
+        self._registry.set_stage(self._row.id, JOINED, data)
         print(f"{sum(data['rows'].values())} prompts in {data['path']}, fingerprint {data['fingerprint']}", flush=True)
         return data["path"]
 

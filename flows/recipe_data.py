@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from infra.registry import config_hash
 from trainers.config_parts import DatasetConfig
 from trainers.errors import DatasetError
 from trainers.references import resolve
 
 TEACHER_COLUMN = "teacher_id"
+JOINED = "prompts:joined"  # a stage of the recipe that is no run; no domain can be called so
 
 
 def join(datasets: Mapping[str, DatasetConfig], path: Path) -> dict[str, Any]:
@@ -50,6 +52,12 @@ def join(datasets: Mapping[str, DatasetConfig], path: Path) -> dict[str, Any]:
         temporary.unlink(missing_ok=True)
     fingerprint = load_rows(DatasetConfig.model_validate({"path": str(path)})).fingerprint()
     return {"path": str(path), "fingerprint": fingerprint, "rows": {name: len(rows) for name, rows in prompts.items()}}
+
+
+def joined_from(datasets: Mapping[str, DatasetConfig]) -> str:
+    """Hash of what `join` is told: equal for data sets that are named and cut alike, whatever their files hold."""
+    told = [[name, dataset.model_dump(mode="json", exclude_defaults=True)] for name, dataset in datasets.items()]
+    return config_hash({"domains": told})
 
 
 def _prompts(name: str, dataset: DatasetConfig) -> Iterator[str | list[dict[str, Any]]]:

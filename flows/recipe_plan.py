@@ -58,6 +58,12 @@ class Plan:
         teachers = (config.merge.get("servers") or {}).get("teachers") or {}
         unknown = [name for name in teachers if name not in config.domains]
         lines += [f"merge.servers.teachers.{name}: there is no such domain: {', '.join(config.domains)}" for name in unknown]
+        lines += [
+            f"merge.servers.teachers.{name}.url: the specialist that is trained for this domain would teach nobody: leave it "
+            f"out, or name the model behind it as `domains.{name}.specialist`"
+            for name in self.trained
+            if (teachers.get(name) or {}).get("url")
+        ]
         if lines:
             raise ConfigErrors(lines)
 

@@ -8,7 +8,8 @@ from flows.config import RunConfig
 from flows.config_file import ConfigErrors, leaves
 from flows.preflight import check_dataset, check_gpus, check_model, load_reward, preflight
 from flows.preflight_servers import check_student, check_teachers
-from flows.recipe_config import RecipeConfig
+from flows.recipe_config import MERGED, SFT, RecipeConfig
+from flows.recipe_data import JOINED, joined_from
 from flows.recipe_plan import LATER, Plan
 from flows.runs import RunRefused, begun, claimed, differing_fields, has_checkpoint, plain_name
 from infra.home import home
@@ -45,13 +46,14 @@ def check_startable(registry: Registry, plan: Plan) -> RunRow | None:
         raise RunRefused(f"recipe {name!r} is running (process {row.owner.pid} on {row.owner.host}): choose another name")
     if row.status == "FINISHED":
         raise RunRefused(f"recipe {name!r} is finished: choose another name")
-    _check_begun(registry, plan)
+    _check_begun(registry, plan, row)
     return row
 
 
-def _check_begun(registry: Registry, plan: Plan) -> None:
+def _check_begun(registry: Registry, plan: Plan, row: RunRow) -> None:
     """A stage that has trained is not what another config would have made of it; what comes after it may still change."""
-    lines = []
+    lines, joined = [], row.stages.get(JOINED)
+    datasets = {name: domain.dataset for name, domain in plan.config.domains.items()}
     for config in plan.stages():
         run = registry.find_run(str(config.name))
         if run is None or (run.status != "FINISHED" and not has_checkpoint(registry, run)):
@@ -62,6 +64,10 @@ def _check_begun(registry: Registry, plan: Plan) -> None:
             for field in differing_fields(run, config)
             if field.split(".")[0] != "tags" and not any(f"{known}.".startswith(f"{field}.") for known in later)
         ]
+        if config.model == LATER and SFT not in row.stages:
+            differing.append("model")  # it began from another one: the supervised run was added since
+        if run.name == plan.run_name(MERGED) and joined is not None and joined["of"] != joined_from(datasets):
+            differing.append("dataset (the domains' are others)")
         if differing:
             lines.append(f"stage {run.name!r} has trained with another config; these fields differ: {', '.join(differing)}")
     if lines:

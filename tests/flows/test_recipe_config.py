@@ -72,7 +72,8 @@ def test_the_student_is_taught_by_every_domains_specialist_in_the_order_of_the_d
 
 
 def test_a_teacher_that_is_up_is_asked_as_it_is():
-    made = plan(merge={"servers": {"teachers": {"add": {"url": "http://10.0.0.1:8001"}, "order": {"gpus": 1}}}})
+    served = {"servers": {"teachers": {"add": {"url": "http://10.0.0.1:8001"}, "order": {"gpus": 1}}}}
+    made = plan(domains={"add": domain(specialist="/a"), "order": domain()}, merge=served)
     add, order = made.merge("/sft", {"add": "/a", "order": "/o"}, "/prompts.jsonl").servers.teachers.values()
     assert (add.url, add.model) == ("http://10.0.0.1:8001", None) and (order.model, order.gpus) == ("/o", 1)
 
@@ -116,6 +117,10 @@ def test_specialists_that_are_there_already_are_not_trained():
         (
             {"merge": {"servers": {"teachers": {"addd": {}}}}},
             "merge.servers.teachers.addd: there is no such domain: add, order",
+        ),
+        (
+            {"merge": {"servers": {"teachers": {"add": {"url": "http://10.0.0.1:8001"}}}}},
+            "merge.servers.teachers.add.url: the specialist that is trained for this domain would teach nobody",
         ),
         ({"sft": {"max_steps": 5}}, "dataset: is required and not set"),
         ({"grpo": {"learning_rte": 1}}, "grpo: unknown field `learning_rte`"),

@@ -16,6 +16,7 @@ from flows.failures import RunFailed
 from flows.recipe_accuracy import Accuracy
 from flows.recipe_config import RecipeConfig
 from flows.recipe_course import Course
+from flows.recipe_data import JOINED
 from flows.recipe_plan import Plan
 from flows.recipe_runs import RunRefused, check_startable, open_recipe, open_stage
 from flows.recipe_stages import StageRuns
@@ -214,7 +215,7 @@ def test_a_recipe_whose_domains_have_dots_in_their_names_goes_on_after_its_last_
 def test_prompts_that_are_gone_are_joined_again_and_must_be_the_same(scene: Scene):
     with pytest.raises(Killed):
         scene.work(merged=["kill"])
-    prompts = Path(scene.registry.get_run("r").stages["data"]["path"])
+    prompts = Path(scene.registry.get_run("r").stages[JOINED]["path"])
     prompts.unlink()
     text = (scene.folder / "a.jsonl").read_text()
     (scene.folder / "a.jsonl").write_text(text.replace("a0", "other"))
@@ -223,6 +224,38 @@ def test_prompts_that_are_gone_are_joined_again_and_must_be_the_same(scene: Scen
     prompts.unlink()
     (scene.folder / "a.jsonl").write_text(text)
     assert scene.work()[0].started == WHOLE[3:] and prompts.is_file()
+
+
+def test_prompts_are_joined_anew_for_other_data_sets_until_the_student_has_trained(scene: Scene):
+    domain = scene.config["domains"]["a"]
+    del domain["reward_funcs"]
+    domain["specialist"] = "/there"
+    with pytest.raises(RunFailed, match="r-merged: out of memory"):
+        scene.work(merged=["fails"])
+    domain["dataset"]["max_rows"] = 1
+    scene.work()
+    prompts = Path(scene.registry.get_run("r").stages[JOINED]["path"])
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    assert sorted(row["teacher_id"] for row in rows) == ["a", "b", "b", "b"]
+    assert scene.work()[0].started == []
+    domain["dataset"]["max_rows"] = 2
+    with pytest.raises(RunRefused, match=r"stage 'r-merged' has trained with another config; these fields differ: dataset \("):
+        scene.work()
+
+
+def test_a_domain_may_be_called_data(scene: Scene):
+    scene.config["domains"] = {"data": scene.config["domains"]["a"], "b": scene.config["domains"]["b"]}
+    _, accuracy, merged = scene.work()
+    assert merged["checkpoint"] == "/merged/checkpoint" and ("data", "/data/checkpoint") in accuracy.measured
+
+
+def test_a_supervised_run_cannot_be_put_before_specialists_that_have_trained(scene: Scene):
+    scene.config["sft"], given = None, scene.config["sft"]
+    with pytest.raises(Killed):
+        scene.work(b=["kill"])
+    scene.config["sft"] = given
+    with pytest.raises(RunRefused, match=r"stage 'r-a' has trained with another config; these fields differ: model"):
+        scene.work()
 
 
 def test_a_name_that_is_taken_is_refused(scene: Scene):
