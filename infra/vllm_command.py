@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from infra.gpus import visible_gpus
 from infra.vllm_features import Features
-from infra.vllm_front import COUNT_FLAGS, RUST_ENV, Asks, Choice, FrontEnd, choose, given_processes
+from infra.vllm_front import COUNT_FLAGS, RUST_ENV, Asks, Choice, FrontEnd, choose, given_processes, python_only, takes_adapters
 
 BACKEND = "loopwright"
 PLUGIN = Path(__file__).parent / "vllm_plugin"
@@ -80,9 +80,10 @@ def front_of(spec: ServerSpec, features: Features, cores: int | None = None) -> 
         device=spec.resolved_device,
         scores=spec.frozen,
         sampling_mask=spec.sampling_mask,
-        adapters=spec.max_lora_rank is not None or "--enable-lora" in spec.extra_args,
+        adapters=spec.max_lora_rank is not None or takes_adapters(spec.extra_args),
         front_end=front_end,
         api_processes=given_processes(spec.extra_args),
+        python_only=python_only(spec.extra_args),
     )
     return choose(asks, features, cores or len(os.sched_getaffinity(0)))
 

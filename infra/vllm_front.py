@@ -21,11 +21,28 @@ RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 COUNT_FLAGS = ("--api-server-count", "-asc")
 MOST_PROCESSES = 8  # beyond which a teacher's throughput no longer rose
 CORES_PER_PROCESS = 2  # the engine and its workers need the rest
+# What the Rust front end of vLLM 0.26 ends with an error for.
+RUST_REFUSES = frozenset({
+    "--aggregate-engine-logging", "--allowed-local-media-path", "--allowed-media-domains", "--collect-detailed-traces",
+    "--config", "--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-rank", "--disable-fastapi-docs",
+    "--enable-force-include-usage", "--enable-log-deltas", "--enable-log-outputs", "--enable-offline-docs",
+    "--enable-prompt-embeds", "--enable-ssl-refresh", "--exclude-tools-when-tool-choice-none", "--generation-config",
+    "--h11-max-header-count", "--h11-max-incomplete-event-size", "--hf-config-path", "--hf-overrides", "--hf-token",
+    "--io-processor-plugin", "--kv-sharing-fast-prefill", "--limit-mm-per-prompt", "--log-config-file", "--log-error-stack",
+    "--max-log-len", "--media-io-kwargs", "--middleware", "--mm-processor-cache-gb",
+    "--mm-processor-cache-type", "--mm-processor-kwargs", "--otlp-traces-endpoint", "--override-generation-config",
+    "--reasoning-parser-plugin", "--response-role", "--return-tokens-as-token-ids", "--root-path", "--skip-tokenizer-init",
+    "--tokenizer", "--tokenizer-revision", "--tokens-only", "--tool-parser-plugin", "--tool-server",
+    "--trust-request-chat-template", "--uvicorn-log-level",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Asks:
-    """`scores`: it is a teacher, asked for log-probabilities of prompts. `front_end`, `api_processes`: the user's word."""
+    """`scores`: it is a teacher, asked for log-probabilities of prompts. `front_end`, `api_processes`: the user's word.
+
+    `python_only`: of the user's own arguments, one that the Rust front end refuses.
+    """
 
     device: Literal["cpu", "cuda"]
     scores: bool = False
@@ -33,6 +50,7 @@ class Asks:
     adapters: bool = False
     front_end: FrontEnd = "auto"
     api_processes: int | None = None
+    python_only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,9 @@ def choose(asks: Asks, features: Features, cores: int) -> Choice:
             raise ServerLacks(f"the Rust front end cannot be used: {obstacle}; leave out {RUST_ENV} or set it to 0")
         return Choice(True, 1, mask, [*reasons, "Rust front end: as given"])
     if asks.front_end == "auto" and asks.scores and asks.api_processes is None and rust_obstacle(asks, features, mask) is None:
-        return Choice(True, 1, mask, [*reasons, "Rust front end: the fastest for log-probabilities of prompts"])
+        if asks.python_only is None:
+            return Choice(True, 1, mask, [*reasons, "Rust front end: the fastest for log-probabilities of prompts"])
+        reasons.append(f"Python front end: the Rust one refuses {asks.python_only}")
     count, why = python_processes(asks, cores)
     return Choice(False, count, mask, [*reasons, why])
 
@@ -97,9 +117,25 @@ def given_processes(arguments: Sequence[str]) -> int | None:
     count = None
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name in COUNT_FLAGS:
+        if _flag(name) in COUNT_FLAGS:
             text = value if equals else "".join(arguments[at + 1 : at + 2])
             if not text.isdecimal() or int(text) < 1:
                 raise ServerLacks(f"{name} {text}: give the number of API processes, 1 or more")
             count = int(text)
     return count
+
+
+def python_only(arguments: Sequence[str]) -> str | None:
+    """Of a user's own arguments, the first that the Rust front end refuses."""
+    return next((argument for argument in map(_flag, arguments) if argument in RUST_REFUSES), None)
+
+
+def takes_adapters(arguments: Sequence[str]) -> bool:
+    """Whether a user's own arguments say that adapters may be loaded."""
+    return "--enable-lora" in map(_flag, arguments)
+
+
+def _flag(argument: str) -> str:
+    """`--enable-lora` of `--enable_lora`, `--hf-overrides` of `--hf-overrides.rope_theta=1`: vLLM takes all of them."""
+    name = argument.partition("=")[0]
+    return name.partition(".")[0].replace("_", "-") if name.startswith("--") else name

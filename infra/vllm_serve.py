@@ -14,6 +14,7 @@ from infra.leases import LeaseManager
 from infra.registry import Registry
 from infra.server_names import NameTaken, holding, key_for, record, usage_of
 from infra.vllm import ServerSpec, start_server
+from infra.vllm_front import RUST_ENV
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_model_len=options.max_model_len,
         dtype=options.dtype,
         extra_args=tuple(options.extra),
+        # Its environment is the user's word here, as a config's `env` is.
+        env={RUST_ENV: os.environ[RUST_ENV]} if RUST_ENV in os.environ else {},
         weight_dirs=tuple(options.weight_dir),
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from infra.errors import ServerLacks, ServerStartFailed
 from infra.vllm_command import ServerSpec, front_of
 from infra.vllm_features import Features, installed, package_folder, read
 from infra.vllm_front import Asks, choose, given_processes
+from infra.vllm_serve import main as serve
 
 GPU_PYTHON = Features("0.26.0", "cuda", frozenset(), None)
 GPU_RUST = Features("0.26.0", "cuda", frozenset(), "/vllm/vllm-rs")
@@ -138,6 +140,34 @@ def test_a_user_s_arguments_and_environment_win():
     assert front(extra_args=("--enable-lora",)).api_processes == 1
     with pytest.raises(ServerLacks, match="adapters"):
         front(env={"VLLM_USE_RUST_FRONTEND": "1"}, extra_args=("--enable-lora",))
+
+
+@pytest.mark.parametrize("given", ["--hf-overrides", "--hf_overrides={}", "--hf-overrides.rope_theta=1", "--generation-config"])
+def test_a_teacher_with_an_argument_that_the_rust_front_end_refuses_gets_python_ones(given):
+    spec = ServerSpec.teacher("/m", device="cuda", extra_args=("--max-num-seqs", "8", given, "{}"))
+    choice = front_of(spec, GPU_RUST, cores=16)
+    assert not choice.rust and choice.api_processes == 8
+    assert f"the Rust one refuses {given.partition('=')[0].partition('.')[0].replace('_', '-')}" in choice.reasons[0]
+    assert front_of(replace(spec, extra_args=("--max-num-seqs", "8")), GPU_RUST, cores=16).rust
+    assert front_of(replace(spec, env={"VLLM_USE_RUST_FRONTEND": "1"}), GPU_RUST, cores=16).rust  # a later one may take it
+
+
+def test_vllm_s_other_spelling_of_arguments_is_understood():
+    teacher = ServerSpec.teacher("/m", device="cuda", extra_args=("--enable_lora",))
+    assert not front_of(teacher, GPU_RUST, cores=16).rust
+    assert front_of(replace(teacher, extra_args=("--api_server_count=3",)), GPU_RUST, cores=16).api_processes == 3
+
+
+@pytest.mark.parametrize("said", ["0", "1", None])
+def test_loopwright_serve_takes_the_front_end_from_its_environment(monkeypatch, said):
+    specs = []
+    monkeypatch.setattr("infra.vllm_serve._serve", lambda spec, options: specs.append(spec) or 0)
+    monkeypatch.setattr("infra.vllm_serve.signal.signal", lambda *_: None)
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if said is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", said)
+    assert serve(["serve", "/m", "--teacher", "--device", "cuda"]) == 0
+    assert front_of(specs[0], GPU_RUST, cores=16).rust == (said != "0")
 
 
 def test_process_counts_in_arguments():

@@ -184,6 +184,6 @@ def _remedy(form: Form, needs: TeacherNeeds, message: str) -> str:
     if form == "chosen" and needs.chosen:
         return (
             "it does not score chosen ids (prompt_logprob_token_ids), which exact_reverse_kl needs: set it to false, or use a "
-            f"GPU server of vLLM 0.32 or newer with VLLM_USE_V2_MODEL_RUNNER=1 ({message})"
+            f"GPU server of vLLM 0.32 or newer with VLLM_USE_V2_MODEL_RUNNER=1 and VLLM_USE_RUST_FRONTEND=0 ({message})"
         )
     return message
