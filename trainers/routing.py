@@ -40,9 +40,8 @@ def check_teachers(source: str, columns: Sequence[str], values: Iterable[Any], t
             f"{source} has no column `{TEACHER_COLUMN}`; it has: {', '.join(columns)}. With several teachers each row must "
             f"name its own: {', '.join(teachers)}"
         )
-    known = set(teachers)
     for number, name in enumerate(values):
-        if name not in known:
+        if name not in teachers:  # no set: a value may be a list
             raise _unknown(number, name, teachers)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import numpy as np
 import pytest
 
 from tests.support.distillation import built, group, rollout, rows, scoring
@@ -16,6 +17,10 @@ from tests.support.stub_server import StubServer
 from tests.support.stub_teacher import StubTeacher
 from trainers.errors import RolloutFailures, ServerError
 from trainers.rollouts.engine import StepEngine
+from trainers.rollouts.protocol import RequestFailed, Retryable
+from trainers.rollouts.teacher import Teacher
+from trainers.rollouts.teacher_answers import Scored
+from trainers.rollouts.teacher_client import TeacherNeeds
 
 ROWS = rows(*(["math", "code"] * 6))
 
@@ -90,3 +95,60 @@ async def test_failures_of_a_teacher_are_not_those_of_rollouts() -> None:
                 await only_step(engine)
         finally:
             await engine.close()
+
+
+SAID = Scored(np.zeros((1, 0), np.int32), np.zeros((1, 0), np.float32), np.zeros(1, np.float32))
+BROKEN, REFUSED = Retryable("reset", "the connection ended"), RequestFailed("http_400", "no")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, attempt: object, budget_s: float) -> Teacher:
+    teacher = Teacher(
+        "t",
+        "http://127.0.0.1:1",
+        TeacherNeeds(0, False, 1.0),
+        budget_s=budget_s,
+        at_once=4,
+        failure_limit=1.0,
+        on_retry=lambda cause: None,
+        on_wait=lambda: None,
+        first_pause_s=0.02,
+    )
+    monkeypatch.setattr(teacher.client, "attempt", attempt)
+    return teacher
+
+
+async def test_a_request_that_breaks_its_connection_while_others_are_answered_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def attempt(token_ids: np.ndarray, start: int, chosen: object) -> Scored:
+        if token_ids[0]:
+            raise BROKEN
+        return SAID
+
+    teacher = answering(monkeypatch, attempt, budget_s=0.5)
+    task = asyncio.create_task(teacher.score(np.array([1, 2]), 1))
+
+    async def others() -> None:
+        while not task.done():
+            await teacher.score(np.array([0, 2]), 1)
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(others(), 60)
+    with pytest.raises(RequestFailed, match=r"the connection ended \(given up after \d+ tries\)"):
+        await task
+
+
+async def test_a_refusal_says_that_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    script: list[Exception] = [BROKEN, REFUSED, BROKEN]
+
+    async def attempt(*request: object) -> Scored:
+        if script:
+            raise script.pop(0)
+        return SAID
+
+    teacher = answering(monkeypatch, attempt, budget_s=0.2)
+    with pytest.raises(RequestFailed, match="no"):
+        await teacher.score(np.array([1, 2]), 1)
+    await asyncio.sleep(0.3)
+    scored, _ = await teacher.score(np.array([1, 2]), 1)
+    assert scored is SAID and not script

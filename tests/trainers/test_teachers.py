@@ -199,6 +199,7 @@ TWO = {"math": "http://127.0.0.1:1", "code": "http://127.0.0.1:2"}
         ([{"prompt": "p"}], r"no column `teacher_id`; it has: prompt.*math, code"),
         (rows("math", "code", "maths"), r"row 2 of the dataset has `teacher_id` 'maths': name one of the teachers math, code"),
         (rows("math", None), r"row 1 of the dataset has no `teacher_id`"),
+        (rows("math", ["code"]), r"row 1 of the dataset has `teacher_id` \['code'\]: name one of the teachers math, code"),
     ],
 )
 async def test_a_row_without_a_teacher_is_found_before_the_first_request(dataset: list[dict[str, Any]], message: str) -> None:

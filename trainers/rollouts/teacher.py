@@ -5,7 +5,8 @@
                       └────── pause ◀─────────────┴ unreachable ─▶ waited for, up to the same time
 
 Invariants:
-- a request has one time budget for all its tries and pauses; time in which the server cannot be reached is not counted;
+- a request has one time budget for all its tries and pauses; time in which the server cannot be reached is not counted, unless
+  it answers others meanwhile: then it is the request that breaks the connection;
 - a server that cannot be reached for `budget_s` ends the run (`ServerError`), and until then holds up nothing but its own rows;
 - a request that fails otherwise fails its rollout, and counts in this teacher's own window.
 """
@@ -23,7 +24,7 @@ import numpy as np
 from trainers.config_distillation import key_variable
 from trainers.errors import ServerCapabilityError, ServerError
 from trainers.rollouts.failures import FailureWindow
-from trainers.rollouts.protocol import Retryable
+from trainers.rollouts.protocol import RequestFailed, Retryable
 from trainers.rollouts.teacher_answers import Scored
 from trainers.rollouts.teacher_client import KEYS, TeacherClient, TeacherNeeds
 from trainers.rollouts.tries import Tries, within
@@ -65,6 +66,7 @@ class Teacher:
         self._waiting: dict[int, float] = {}  # monotonic start of each call of `score`
         self._calls = 0
         self._down_since: float | None = None
+        self._answered_at = 0.0
         self._last_error = ""
         self._jitter = random.Random(name)
 
@@ -121,22 +123,31 @@ class Teacher:
             try:
                 async with within(tries.begin()):
                     scored = await self.client.attempt(*request)
-                self._down_since = None
+                self._answered()
                 return scored
+            except RequestFailed:  # an answer as well
+                self._answered()
+                raise
             except Retryable as error:
-                self._last_error, cause = str(error), error.cause
+                self._last_error, cause, failed_at = str(error), error.cause, time.monotonic()
             pause_s = tries.pause()
             if cause in ("connection", "reset"):
                 self._down_since = self._down_since or time.monotonic()
                 if time.monotonic() - self._down_since > self._budget_s:
                     raise ServerError(f"{self._trouble()}; vllm_server_timeout is {self._budget_s:g} s")
                 await self._wait(pause_s)
-                tries.forgive(time.monotonic() - began)
+                if self._answered_at < failed_at:
+                    tries.forgive(time.monotonic() - began)
+                else:
+                    tries.check(0.0, cause, self._last_error)
             else:
                 self._down_since = None
                 tries.check(pause_s, cause, self._last_error)
                 await asyncio.sleep(pause_s)
             self._on_retry(cause)
+
+    def _answered(self) -> None:
+        self._down_since, self._answered_at = None, time.monotonic()
 
     async def _wait(self, pause_s: float) -> None:
         until = time.monotonic() + pause_s
