@@ -182,7 +182,7 @@ def read_tree(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        tree = json.loads(text, object_pairs_hook=_each_once) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise ConfigErrors([f"{path}: cannot be read: {error.strerror}"]) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -190,6 +190,15 @@ def read_tree(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(tree, dict | None):
         raise ConfigErrors([f"{path}: {what} is a mapping of fields to values, this is a {type(tree).__name__}"])
     return tree or {}
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file. Raises `ValueError` for a key that is written twice, as `parse_yaml` does."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key `{next(name for name in names if names.count(name) > 1)}` is written twice")
+    return tree
 
 
 def _command_line(overrides: Sequence[str], lines: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

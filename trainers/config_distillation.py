@@ -136,3 +136,12 @@ class DistillationConfig(PolicyLossConfig):
                 "likeliest tokens; set beta above 0, or leave exact_reverse_kl out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _something_is_compared(self) -> DistillationConfig:
+        if self.beta == 1 and not (self.add_tail_bucket or self.exact_reverse_kl):
+            raise ValueError(
+                "add_tail_bucket=false with beta=1: the sampled token is then all that is compared, with all of either side: "
+                "nothing is learned; leave add_tail_bucket out, or set exact_reverse_kl=true"
+            )
+        return self

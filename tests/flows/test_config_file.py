@@ -123,6 +123,10 @@ def test_missing_fields_and_unreadable_files_are_named(tmp_path: Path) -> None:
     twice.write_text("model: a\nmodel: b\n")
     with pytest.raises(ConfigErrors, match=r"twice\.yaml: key `model` is written twice"):
         load_config("sft", twice, (), {})
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"servers": {"teachers": {"math": {"url": "http://a:1"}, "math": {"url": "http://b:1"}}}}')
+    with pytest.raises(ConfigErrors, match=r"twice\.json: key `math` is written twice"):
+        load_config("distillation", twice, (), {})
 
 
 def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
