@@ -66,8 +66,10 @@ def _check_begun(registry: Registry, plan: Plan, row: RunRow) -> None:
         ]
         if config.model == LATER and SFT not in row.stages:
             differing.append("model")  # it began from another one: the supervised run was added since
-        if run.name == plan.run_name(MERGED) and joined is not None and joined["of"] != joined_from(datasets):
-            differing.append("dataset (the domains' are others)")
+        if run.name == plan.run_name(MERGED):
+            differing += [f"servers.teachers.{name}.model" for name in plan.trained if name not in row.stages]  # likewise
+            if joined is not None and joined["of"] != joined_from(datasets):
+                differing.append("dataset (the domains' are others)")
         if differing:
             lines.append(f"stage {run.name!r} has trained with another config; these fields differ: {', '.join(differing)}")
     if lines:

@@ -241,6 +241,11 @@ def test_prompts_are_joined_anew_for_other_data_sets_until_the_student_has_train
     domain["dataset"]["max_rows"] = 2
     with pytest.raises(RunRefused, match=r"stage 'r-merged' has trained with another config; these fields differ: dataset \("):
         scene.work()
+    domain["dataset"]["max_rows"] = 1
+    del domain["specialist"]
+    domain["reward_funcs"] = scene.config["domains"]["b"]["reward_funcs"]
+    with pytest.raises(RunRefused, match=r"these fields differ: servers\.teachers\.a\.model"):
+        scene.work()  # which would train a specialist that nobody learns from
 
 
 def test_a_domain_may_be_called_data(scene: Scene):
