@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,16 @@ class ServerClient:
         except ValueError:
             return None
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Of an answer: another program may have the port of a server that ended."""
+        try:
+            yield
+        except ServerError:
+            raise
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise ServerError(f"what answers at {self.url} does not answer as a vLLM server does: {error!r}") from error
+
     def wait_healthy(self, timeout_s: float | None = None) -> None:
         """Wait until /health answers."""
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
@@ -130,9 +141,9 @@ class ServerClient:
 
     def _workers(self) -> tuple[list[dict[str, Any]], bool]:
         """What the workers say of themselves, and whether it was our middleware that asked them."""
-        with contextlib.suppress(ServerError):  # it lacks our middleware, or our worker extension
+        with contextlib.suppress(ServerError), self._reading():  # it lacks our middleware, or our worker extension
             return list(self._call("GET", SYNC_PATH)["workers"]), True
-        with contextlib.suppress(ServerError):
+        with contextlib.suppress(ServerError), self._reading():
             answer = self._call("POST", "/collective_rpc", {"method": "loopwright_state"})
             return [state for state in answer["results"] if isinstance(state, dict)], False
         return [], False
@@ -142,11 +153,14 @@ class ServerClient:
 
     def world_size(self) -> int:
         """Workers of the server."""
-        return int(self._call("GET", "/get_world_size")["world_size"])
+        with self._reading():
+            return int(self._call("GET", "/get_world_size")["world_size"])
 
     def sync(self, update_info: dict[str, Any], version: int) -> dict[str, Any]:
         """Pause, update, resume in one call; only where `ServerFacts.one_call`. Seconds `pause_s` and `load_s`, and more."""
-        return self._call("POST", SYNC_PATH, {"update_info": update_info, "version": str(version)})
+        with self._reading():
+            answer = self._call("POST", SYNC_PATH, {"update_info": update_info, "version": str(version)})
+            return answer | {"pause_s": float(answer["pause_s"]), "load_s": float(answer["load_s"])}
 
     def pause(self) -> None:
         """In-flight requests are kept; their keys and values are computed again with the new weights."""
@@ -156,7 +170,8 @@ class ServerClient:
         self._call("POST", "/resume", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))
 
     def is_paused(self) -> bool:
-        return bool(self._call("GET", "/is_paused")["is_paused"])
+        with self._reading():
+            return bool(self._call("GET", "/is_paused")["is_paused"])
 
     def start_update(self) -> None:
         """Open an update session; one that a dead trainer left open is closed first."""
@@ -187,17 +202,20 @@ class ServerClient:
         if self.adapter is not None:
             return str(version_of(self.adapter)) if self.adapter in self.loaded_adapters() else "default"
         try:
-            return str(self._call("GET", "/weight_info", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["weight_version"])
+            with self._reading():
+                return str(self._call("GET", "/weight_info", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["weight_version"])
         except ServerError as error:
             if error.status != 404:
                 raise
-        versions = {str(worker["version"]) for worker in self._workers()[0]} or {self._told}
+        with self._reading():
+            versions = {str(worker["version"]) for worker in self._workers()[0]} or {self._told}
         return versions.pop() if len(versions) == 1 else f"none in common: {sorted(versions)}"
 
     def loaded_adapters(self) -> list[str]:
         """Names of the adapters it serves."""
-        models = self._call("GET", "/v1/models", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["data"]
-        return [str(model["id"]) for model in models if model.get("parent") is not None]
+        with self._reading():
+            models = self._call("GET", "/v1/models", timeout_s=min(self.timeout_s, LOOK_TIMEOUT_S))["data"]
+            return [str(model["id"]) for model in models if model.get("parent") is not None]
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Requests that name it get it as soon as this returns. `folder`: with an adapter as peft writes it."""
@@ -223,17 +241,19 @@ class ServerClient:
         """
         sampling = {"max_tokens": max_tokens, "temperature": 1.0, "top_k": top_k, "seed": 0, "logprobs": 0, "ignore_eos": True}
         body = {"model": self.adapter, "token_ids": prompt.tolist(), "sampling_params": sampling, "stream": False}
-        choice = self._call("POST", "/inference/v1/generate", body)["choices"][0]
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        return np.array(choice["token_ids"], np.int32), np.array(logprobs, np.float64)
+        with self._reading():
+            choice = self._call("POST", "/inference/v1/generate", body)["choices"][0]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            return np.array(choice["token_ids"], np.int32), np.array(logprobs, np.float64)
 
     def prompt_logprobs(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """float64 [len(tokens) − 1]: log-probability of each token but the first, at temperature 1."""
         # A server that returns candidate sets refuses a request without top_k.
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}
         body = {"token_ids": tokens.tolist(), "sampling_params": sampling, "cache_salt": str(version), "stream": False}
-        rows = self._call("POST", "/inference/v1/generate", body)["prompt_logprobs"]
-        return np.array([rows[i][str(token)]["logprob"] for i, token in enumerate(tokens.tolist()) if i], dtype=np.float64)
+        with self._reading():
+            rows = self._call("POST", "/inference/v1/generate", body)["prompt_logprobs"]
+            return np.array([rows[i][str(token)]["logprob"] for i, token in enumerate(tokens.tolist()) if i], dtype=np.float64)
 
 
 def _adapter_facts(config: dict[str, Any], env: dict[str, Any]) -> AdapterFacts | None:

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -308,6 +309,21 @@ def test_development_endpoints_that_are_off_are_said_with_what_turns_them_on():
 def test_something_else_that_answers_is_no_vllm_server(body):
     with answering(200, body) as url, pytest.raises(ServerCapabilityError, match="is no vLLM server"):
         ServerClient(url, 5.0, key="k").facts()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"workers": null, "weight_version": null}'])
+def test_another_program_at_the_address_of_a_server_that_ended_is_a_server_that_fails(body):
+    tokens = np.arange(4, dtype=np.int32)
+    with answering(200, body) as url:
+        client = ServerClient(url, 5.0, key="k")
+        calls = [client.world_size, client.is_paused, client.loaded_adapters, lambda: client.sync({}, 1)]
+        calls += [lambda: client.sampled(tokens, 2, 8), lambda: client.prompt_logprobs(tokens, 1)]
+        for call in calls:
+            with pytest.raises(ServerError, match="does not answer as a vLLM server does"):
+                call()
+        if b"weight_version" not in body:
+            with pytest.raises(ServerError, match="does not answer as a vLLM server does"):
+                client.weight_version()
 
 
 def test_a_front_end_that_does_not_know_its_engine_leaves_it_to_the_workers():
