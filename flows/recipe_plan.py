@@ -132,6 +132,12 @@ class Plan:
                 found.append(make())
             except ConfigErrors as error:
                 lines += [line for line in error.lines if line not in lines]
+        lines += [
+            f"stage {stage.tags[STAGE_TAG]}: peft: its checkpoint would be an adapter, and the next stage needs a whole model: "
+            "leave it out of `shared`, `sft`, `grpo` and `overrides`; in `merge` it may be set"
+            for stage in found
+            if stage.peft is not None and stage.name != self.run_name(MERGED)
+        ]
         if lines:
             raise ConfigErrors(lines)
         return found

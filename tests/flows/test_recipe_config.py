@@ -122,6 +122,7 @@ def test_specialists_that_are_there_already_are_not_trained():
             {"merge": {"servers": {"teachers": {"add": {"url": "http://10.0.0.1:8001"}}}}},
             "merge.servers.teachers.add.url: the specialist that is trained for this domain would teach nobody",
         ),
+        ({"grpo": {"max_steps": 7, "peft": {"r": 4}}}, "stage add: peft: its checkpoint would be an adapter"),
         ({"sft": {"max_steps": 5}}, "dataset: is required and not set"),
         ({"grpo": {"learning_rte": 1}}, "grpo: unknown field `learning_rte`"),
         (
@@ -135,6 +136,10 @@ def test_specialists_that_are_there_already_are_not_trained():
 )
 def test_what_is_wrong_is_told_with_its_place(fields: dict[str, Any], told: str):
     assert any(line.startswith(told) for line in lines(**fields)), lines(**fields)
+
+
+def test_the_student_alone_may_be_an_adapter():
+    assert not lines(merge={"peft": {"r": 4}})
 
 
 def test_all_stages_problems_are_told_at_once():
