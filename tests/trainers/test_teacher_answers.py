@@ -105,6 +105,16 @@ def test_a_position_without_scores_is_told_apart() -> None:
     assert not np.isnan(read_prompt_logprobs(answer([None, None, {2: -0.5}, {9: -2.0}]), TOKENS, 2, 0).targets).any()
 
 
+def test_entries_in_any_order_as_a_rust_front_end_writes_them() -> None:
+    body = answer([None, {1: -3.0, 7: -0.1, 4: -2.5}, {5: -2.0, 8: -0.2, 2: -9.0}, {9: -1.0}])
+    found = read_prompt_logprobs(body, TOKENS, 1, 2)
+    assert [dict(zip(*pair, strict=True)) for pair in zip(found.ids.tolist(), found.logprobs.tolist(), strict=True)][:2] == [
+        {1: -3.0, 4: -2.5},
+        {5: -2.0, 8: pytest.approx(-0.2)},
+    ]
+    assert found.targets.tolist() == pytest.approx([-0.1, -9.0, -1.0])
+
+
 def test_ids_of_any_size() -> None:
     tokens = np.array([0, 9, 10, 255, 256, 1000, 65_536, 151_935, 999_999_999], np.int32)
     body = answer([None, *({int(token): -0.5, 262_143: -1.0} for token in tokens[1:])])

@@ -11,7 +11,7 @@ import torch
 from tests.support.fake_adapters import ABLE
 from tests.support.fake_control_plane import FakeControlPlane
 from tests.support.policies import grpo_config, tiny_policy
-from trainers.errors import ServerCapabilityError
+from trainers.errors import ServerCapabilityError, ServerError
 from trainers.server import BACKEND, ServerFacts
 from trainers.weight_sync import choose as module
 from trainers.weight_sync.broadcast import Broadcast
@@ -22,7 +22,9 @@ from trainers.weight_sync.layout import make_layout
 from trainers.weight_sync.lora import Adapters
 from trainers.weight_sync.members import Member
 from trainers.weight_sync.shared_storage import SharedStorage
-from trainers.weight_sync.stock import Stock
+from trainers.weight_sync.staging import Staging
+from trainers.weight_sync.stock import Servers, Stock
+from trainers.weight_sync.update import Seconds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SILENT = Member(FakeControlPlane(), facts=ServerFacts("m", "bfloat16", 512, BACKEND))  # of its workers it says nothing
@@ -123,3 +125,17 @@ def test_adapters_go_alone_to_servers_that_take_them(tmp_path, monkeypatch, peft
     assert server.facts is not None
     server.facts = replace(server.facts, adapters=ABLE if able else None)
     assert isinstance(chosen([server], CPU, monkeypatch, peft=peft, output_dir=str(tmp_path)), way)
+
+
+def test_a_server_that_vllm_s_own_engine_left_paused_did_not_take_the_version(monkeypatch):
+    monkeypatch.setattr("trainers.weight_sync.update.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(Stock, "_connect", lambda stock, members: setattr(stock, "servers", Servers(members, {})))
+    monkeypatch.setattr(Stock, "_transfer", lambda stock: None)
+    policy, staging = tiny_policy(), Staging(CPU)
+    staging.fill(policy, make_layout(policy.model, torch.float32, everything=True), torch.float32, keep=True)
+    plane = FakeControlPlane(fail={"resume": ["no answer"] * 3})
+    server = Member(plane, facts=ServerFacts("m", "float32", 512, "nccl"))
+    stock = Stock("nccl", CPU, 1)
+    result = stock.send([server], staging, 3)[server]
+    assert plane.paused and isinstance(result, ServerError) and "no answer" in str(result)
+    assert isinstance(stock.send([server], staging, 3)[server], Seconds) and not plane.paused

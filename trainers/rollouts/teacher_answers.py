@@ -30,7 +30,7 @@ _POWERS = 10.0 ** -np.arange(64)
 class Scored:
     """What a teacher said of P successive positions. An id is never the realised token's: that has a place of its own."""
 
-    ids: np.ndarray  # int32 [P, K], likeliest first; −1: none
+    ids: np.ndarray  # int32 [P, K], −1: none; likeliest first, but in any order from vLLM's Rust front end
     logprobs: np.ndarray  # float32 [P, K]; −inf: none
     targets: np.ndarray  # float32 [P], of the realised tokens; NaN: it said nothing of them
 
@@ -147,7 +147,7 @@ def _numbers(chars: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _by_position(positions: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, targets: np.ndarray, top_k: int) -> Scored:
-    """Entries, which come by position and rank, as a table; the realised token's apart."""
+    """Entries, which come by position, as a table; the realised token's apart. Beside it there are at most `top_k`."""
     realised = ids == targets[positions]
     scored = Scored(
         np.full((len(targets), top_k), -1, np.int32),

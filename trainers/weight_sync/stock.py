@@ -139,7 +139,9 @@ class Stock:
             self._transfer()
             loaded = time.perf_counter()
         finally:
-            each(members, lambda member: resume(member.client))
+            resumes = each(members, lambda member: resume(member.client))
+        if failed := [error for error in resumes.values() if isinstance(error, ServerError)]:
+            raise failed[0]  # it is paused, or gone
         return Seconds(paused - began, loaded - paused)
 
     # Both generations of the interface ---------------------------------------------------------------------------------
