@@ -202,14 +202,20 @@ def load_tokenizer(config: TrainerConfig) -> Any:
 
 
 class PromptBuilder:
-    """Dataset rows to prompts and recorded completions, by the tokenizer's chat template (or plain text without one)."""
+    """Dataset rows to prompts and recorded completions, by the tokenizer's chat template (or plain text without one).
 
-    def __init__(self, tokenizer: Any, config: TrainerConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
+    Args:
+        held_out: they are evaluated on, so that no teacher scores them.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: TrainerConfig, tools: Sequence[dict[str, Any]] = (), held_out: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, config.chat_template_kwargs, tools)
         self._dataset = config.dataset
         self._may_be_empty = _environment_asks(config)
-        self._teachers = config.teachers if isinstance(config, DistillationConfig) else ()
+        self._teachers = config.teachers if isinstance(config, DistillationConfig) and not held_out else ()
 
     def messages(self, row: dict[str, Any]) -> list[Message]:
         """The row's prompt as chat messages, system prompt first."""

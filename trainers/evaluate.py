@@ -73,7 +73,7 @@ def load_problems(config: TrainerConfig, tokenizer: Any) -> list[Prompt]:
     held_out = config.model_copy(update={"dataset": config.eval.dataset})
     rows = load_rows(held_out.dataset)
     rows.require(held_out.dataset.prompt_column)
-    builder = PromptBuilder(tokenizer, held_out)
+    builder = PromptBuilder(tokenizer, held_out, held_out=True)
     return [builder.prompt(0, index, rows[index]) for index in range(len(rows))]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.tiny_model import build_model, build_tiny_model, build_tokenizer
 from trainers import evaluate
-from trainers.config import GRPOConfig, SFTConfig
+from trainers.config import DistillationConfig, GRPOConfig, SFTConfig
 from trainers.errors import ConfigError, ServerError
 from trainers.types import Prompt
 
@@ -106,6 +106,16 @@ def test_nothing_generated_or_nothing_scored_is_an_error_not_a_zero(config):
         evaluate.evaluate(problems, tokenizer, fixed([None] * 5), digits)
     with pytest.raises(ConfigError, match="returned None for every problem"):
         evaluate.evaluate(problems, tokenizer, fixed([[tokenizer.eos_token_id]] * 5), digits)
+
+
+def test_held_out_problems_of_a_student_of_several_teachers_name_none(config):
+    teachers = {"math": "http://127.0.0.1:1", "code": "http://127.0.0.1:2"}
+    assert config.eval is not None
+    taught = DistillationConfig(model="m", dataset={"path": "d"}, eval=config.eval, teacher_server_urls=teachers)  # type: ignore[arg-type]
+    problems = evaluate.load_problems(taught, build_tokenizer())
+    assert [problem.token_ids.tolist() for problem in problems] == [
+        problem.token_ids.tolist() for problem in evaluate.load_problems(config, build_tokenizer())
+    ]
 
 
 def test_what_is_missing_is_named(config):
