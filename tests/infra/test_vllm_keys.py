@@ -206,7 +206,7 @@ def test_the_proxy_ends_with_the_server_behind(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_chat_template_is_given_to_the_rust_front_end_without_marks_for_training(tmp_path):
+def test_a_chat_template_is_given_to_the_rust_front_end_without_marks_for_training(tmp_path, monkeypatch):
     sys.path.insert(0, str(PLUGIN))
     from loopwright_vllm.serve import plain_template, split
 
@@ -216,6 +216,19 @@ def test_a_chat_template_is_given_to_the_rust_front_end_without_marks_for_traini
     text = Path(path).read_text()
     assert flag == "--chat-template" and "generation %}" not in text and "message['content'] + '<eos>'" in text
     assert plain_template(str(tmp_path / "no-model"), tmp_path) == []
+    # Among the tokenizer's settings, alone or by name, of a folder or of a model at the hub.
+    (model / "chat_template.jinja").unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    fetched = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: fetched.append(name) or str(model))
+    marked = "{% generation %}a{%- endgeneration -%}b"
+    for given in (marked, [{"name": "tools", "template": "x"}, {"name": "default", "template": marked}]):
+        (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": given}))
+        for name in (str(model), "somebody/a-model"):
+            assert Path(plain_template(name, tmp_path / "private")[1]).read_text() == "ab"
+    assert fetched == ["somebody/a-model"] * 2
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert plain_template(str(model), tmp_path / "private") == []
     assert split(["m", "--port", "7", "--x", "1", "--host=::1"]) == ("::1", 7, ["m", "--x", "1"])
 
 

@@ -12,16 +12,19 @@ for training: such a template is given to it without.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 BEHIND = "--behind-proxy"  # first, where a user's arguments never are: this is the server, and the proxy is there
+TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
@@ -50,13 +53,34 @@ def split(arguments: list[str]) -> tuple[str, int, list[str]]:
 
 def plain_template(model: str, folder: Path) -> list[str]:
     """`--chat-template` with a copy of the model's that has no marks for training; nothing where it has none."""
-    source = Path(model) / "chat_template.jinja"
-    text = source.read_text() if source.is_file() else ""
+    text = template_of(files_of(model))
     plain = GENERATION_MARK.sub("", text)
     if plain == text:
         return []
-    (folder / source.name).write_text(plain)
-    return ["--chat-template", str(folder / source.name)]
+    path = folder / TEMPLATE
+    path.write_text(plain)
+    return ["--chat-template", str(path)]
+
+
+def files_of(model: str) -> Path:
+    """The folder of a model, or where the files of a hub id that hold its template lie; without any where there are none."""
+    if not Path(model).is_dir():
+        with suppress(ImportError, OSError, ValueError):
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(model, allow_patterns=[TEMPLATE, TOKENIZER]))
+    return Path(model)
+
+
+def template_of(folder: Path) -> str:
+    """The chat template in a file of its own, else the one among the tokenizer's settings; empty: none."""
+    if (folder / TEMPLATE).is_file() and (text := (folder / TEMPLATE).read_text()):
+        return text
+    settings = json.loads((folder / TOKENIZER).read_text()) if (folder / TOKENIZER).is_file() else {}
+    found = settings.get("chat_template") or ""
+    if isinstance(found, list):  # named ones
+        found = next((item["template"] for item in found if item["name"] == "default"), "")
+    return found
 
 
 class Stopped(SystemExit):
