@@ -265,3 +265,14 @@ while :; do sleep 0.05; done
             process.terminate()
         assert process.wait(30) == -signal.SIGTERM
     assert (tmp_path / "ended").exists() and not list((tmp_path / "temporary").iterdir())
+
+
+def test_the_server_behind_the_proxy_is_vllm_s_own(monkeypatch):
+    sys.path.insert(0, str(PLUGIN))
+    from loopwright_vllm import serve
+
+    given = []
+    monkeypatch.setattr(serve, "run_vllm", given.append)
+    monkeypatch.setattr(sys, "argv", ["serve", serve.BEHIND, "model", "--uds", "front"])
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert serve.main() == 0 and given == [["model", "--uds", "front"]]
