@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
-from flows.config import RunConfig
+from flows.config import GeneratingRunConfig, RunConfig
 from flows.failures import RunFailed
 from flows.recipe_config import RecipeConfig
 from flows.recipe_runs import open_stage
@@ -66,7 +66,8 @@ class StageRuns:
         most = self._config.parallel or (len(configs) if visible_gpus() else 1)
         while waiting or running:
             for stage in [stage for stage, due in waiting.items() if due <= time.monotonic()]:
-                if len(running) < most and self._runner.ready(configs[stage]):
+                shared = any(_students(configs[stage]) & _students(configs[other]) for other in running)
+                if len(running) < most and not shared and self._runner.ready(configs[stage]):
                     del waiting[stage]
                     running.add(stage)
                     self._start(stage, configs[stage])
@@ -101,3 +102,8 @@ class StageRuns:
         print(f"stage {stage} is finished: step {trained['step']}, {trained['checkpoint']}", flush=True)
         self._on_change()
         return result
+
+
+def _students(config: RunConfig) -> set[str]:
+    """Servers that are up already and take this run's weights: of two runs at once each would overwrite the other's."""
+    return set(config.servers.student.urls) if isinstance(config, GeneratingRunConfig) else set()

@@ -169,6 +169,13 @@ def test_specialists_run_side_by_side_where_they_are_asked_to(tmp_path: Path, ho
     assert list(scene.registry.get_run("r-merged").config["servers"]["teachers"]) == ["a", "b"]
 
 
+def test_specialists_that_would_put_their_weights_into_one_server_run_one_after_the_other(tmp_path: Path, home: Path):
+    server = {"student": {"url": "http://10.0.0.1:8000"}}
+    scene = Scene(tmp_path, parallel=2, grpo={"max_steps": 7, "num_generations": 4, "servers": server})
+    runner, _, _ = scene.work(a=["goes on", "done"])
+    assert runner.started == WHOLE and runner.most_at_once == 1
+
+
 def test_a_lost_stage_goes_on_as_often_as_it_may(scene: Scene):
     runner, _, _ = scene.work(a=["lost", "done"])
     assert [stage for stage, _ in runner.started] == ["sft", "a", "b", "a", "merged"]  # b while a waits its turn
