@@ -83,7 +83,7 @@ def front_of(spec: ServerSpec, features: Features, cores: int | None = None) -> 
         adapters=spec.max_lora_rank is not None or takes_adapters(spec.extra_args),
         front_end=front_end,
         api_processes=given_processes(spec.extra_args),
-        python_only=python_only(spec.extra_args),
+        python_only=python_only(spec.extra_args, spec.model),
     )
     return choose(asks, features, cores or len(os.sched_getaffinity(0)))
 

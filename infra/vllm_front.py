@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from infra.errors import ServerLacks
@@ -36,12 +37,14 @@ RUST_REFUSES = frozenset({
     "--trust-request-chat-template", "--uvicorn-log-level",
 })  # fmt: skip
 
+RUST_TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")  # one of which it must find
+
 
 @dataclass(frozen=True)
 class Asks:
     """`scores`: it is a teacher, asked for log-probabilities of prompts. `front_end`, `api_processes`: the user's word.
 
-    `python_only`: of the user's own arguments, one that the Rust front end refuses.
+    `python_only`: of the user's own arguments, or of the model, what the Rust front end refuses.
     """
 
     device: Literal["cpu", "cuda"]
@@ -125,8 +128,11 @@ def given_processes(arguments: Sequence[str]) -> int | None:
     return count
 
 
-def python_only(arguments: Sequence[str]) -> str | None:
-    """Of a user's own arguments, the first that the Rust front end refuses."""
+def python_only(arguments: Sequence[str], model: str) -> str | None:
+    """What the Rust front end refuses: a folder whose tokenizer it cannot read, or the first such of a user's own arguments."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in RUST_TOKENIZERS):
+        return f"a model that has no {', '.join(RUST_TOKENIZERS[:-1])} or {RUST_TOKENIZERS[-1]}"
     return next((argument for argument in map(_flag, arguments) if argument in RUST_REFUSES), None)
 
 

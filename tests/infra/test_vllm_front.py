@@ -152,6 +152,15 @@ def test_a_teacher_with_an_argument_that_the_rust_front_end_refuses_gets_python_
     assert front_of(replace(spec, env={"VLLM_USE_RUST_FRONTEND": "1"}), GPU_RUST, cores=16).rust  # a later one may take it
 
 
+def test_a_teacher_whose_tokenizer_the_rust_front_end_cannot_read_gets_python_ones(tmp_path):
+    spec = ServerSpec.teacher(str(tmp_path), device="cuda")
+    (tmp_path / "tokenizer.model").touch()
+    choice = front_of(spec, GPU_RUST, cores=16)
+    assert not choice.rust and "refuses a model that has no tokenizer.json, tiktoken.model or *.tiktoken" in choice.reasons[0]
+    (tmp_path / "tokenizer.json").touch()
+    assert front_of(spec, GPU_RUST, cores=16).rust
+
+
 def test_vllm_s_other_spelling_of_arguments_is_understood():
     teacher = ServerSpec.teacher("/m", device="cuda", extra_args=("--enable_lora",))
     assert not front_of(teacher, GPU_RUST, cores=16).rust
