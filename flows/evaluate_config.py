@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ConfigDict, Field, model_validator
 
 from flows.config import RetryConfig, TrackingConfig
@@ -36,6 +38,9 @@ class EvaluateConfig(StrictModel):
     )
     dtype: DType = Field(default="float32", description="With `model`: type of the weights on CPU. Default float32.")
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model. Default false.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="With `model`: extra arguments of `apply_chat_template`. Default none."
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow. With `run`: where that is tracked.")
     retry: RetryConfig = Field(default_factory=RetryConfig, description="How often it is repeated, by class of its failure.")
 

@@ -84,6 +84,7 @@ def _model(config: EvaluateConfig) -> Subject:
         "eval": held_out,
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
+        "chat_template_kwargs": config.chat_template_kwargs,
         "name": "evaluation",
     }
     checked = trainer_fields(RUN_CONFIGS["sft"].model_validate(fields), home())

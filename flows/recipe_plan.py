@@ -111,6 +111,7 @@ class Plan:
             "max_completion_length": domain.eval.max_completion_length or stage.max_completion_length,
             "dtype": stage.dtype,
             "trust_remote_code": stage.trust_remote_code,
+            "chat_template_kwargs": stage.chat_template_kwargs,
             "tracking": self.config.tracking.model_dump(mode="json"),
             "retry": stage.retry.model_dump(mode="json"),
         }

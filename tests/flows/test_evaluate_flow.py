@@ -106,3 +106,9 @@ def test_a_file_and_fields_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (config.run, config.step) == ("trained", 4)
     assert config.dataset is not None and config.dataset.path == files["dataset"]["path"]
     assert config.reward_func is not None and config.reward_func.path == files["reward_func"]["path"]
+
+
+def test_a_models_problems_are_put_as_the_config_says(home: Path, tmp_path: Path, files: dict[str, Any]) -> None:
+    shown = {"enable_thinking": False}
+    found = subject(EvaluateConfig(model=str(tmp_path), chat_template_kwargs=shown, **files), Registry())
+    assert found.fields["chat_template_kwargs"] == shown

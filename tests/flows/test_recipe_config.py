@@ -92,6 +92,8 @@ def test_what_a_domains_accuracy_is_measured_by():
     assert (add.model, add.max_completion_length, add.reward_func and add.reward_func.path) == ("/m", 16, REWARD)
     assert (order.max_completion_length, order.reward_func and order.reward_func.path) == (3, "rewards:other")
     assert made.evaluation("third", "/m") is None
+    shown = plan(shared={"chat_template_kwargs": {"enable_thinking": False}}).evaluation("add", "/m")
+    assert shown is not None and shown.chat_template_kwargs == {"enable_thinking": False}  # as the specialist is trained
 
 
 def test_specialists_that_are_there_already_are_not_trained():
