@@ -116,7 +116,7 @@ def test_other_books_are_not_gone_on_with(tmp_path):
 
     asyncio.run(begun())
     (tmp_path / "books" / "1.txt").write_text("another book")
-    with pytest.raises(DatasetError, match="books changed, or max_length.* did: its fingerprint is"):
+    with pytest.raises(DatasetError, match=r"books changed, or max_length.* did: its fingerprint is"):
         asyncio.run(engine(config(tmp_path), tmp_path / "checkpoint"))
 
 
