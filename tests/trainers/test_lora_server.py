@@ -181,6 +181,7 @@ def letters(completions: list, **kwargs: Any) -> list[float]:
     return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in texts]
 
 
+@pytest.mark.timeout(600)
 def test_a_run_whose_only_server_dies_goes_on_with_a_replacement_that_has_the_adapters_before_its_first_request(
     server, key, tmp_path
 ):
