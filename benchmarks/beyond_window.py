@@ -17,37 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from examples.sft_books_cpu import make_model
 from trainers.position_plot import Bin, draw, read_table
 
 WINDOW, LENGTH = 256, 2048
 VOCABULARY = 1024
 LONG_STEPS = 20
 TOKENS_PER_STEP = 8192
-
-
-def make_model(books: list[Path], folder: Path) -> None:
-    """A Llama of 4 layers, hidden 128, whose positions end at WINDOW; byte-pair vocabulary of the books' own."""
-    import torch
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    made = ByteLevelBPETokenizer()
-    made.train([str(book) for book in books], vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False)
-    PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=WINDOW,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def train(name: str, model: Path, books: Path, held_out: Path, work: Path, **fields: Any) -> Path:
@@ -81,7 +57,7 @@ def mean_loss(bins: list[Bin], first: int, last: int) -> float:
 def measure(books: Path, held_out: Path, work: Path, short_steps: int) -> dict[str, Any]:
     began = time.perf_counter()
     start = work / "model"
-    make_model(sorted(books.glob("*.txt")), start)
+    make_model(start, books, window=WINDOW, vocabulary=VOCABULARY, hidden=128, layers=4)
     short = train(
         "short", start, books, held_out, work, max_length=WINDOW, max_steps=short_steps, learning_rate=2e-3, warmup_steps=20
     )

@@ -11,7 +11,10 @@ from pathlib import Path
 WINDOW, VOCABULARY = 2048, 2048
 
 
-def make_model(folder: Path, books: Path) -> None:
+def make_model(
+    folder: Path, books: Path, *, window: int = WINDOW, vocabulary: int = VOCABULARY, hidden: int = 64, layers: int = 2
+) -> None:
+    """`window`: positions it has; heads have 32 dimensions."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,17 +23,17 @@ def make_model(folder: Path, books: Path) -> None:
     if not files:
         raise SystemExit(f"{books} has no .txt files")
     made = ByteLevelBPETokenizer()
-    made.train(files, vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False)
+    made.train(files, vocab_size=vocabulary, special_tokens=["<eos>"], show_progress=False)
     PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=WINDOW,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=window,
         tie_word_embeddings=True,
         eos_token_id=0,
         pad_token_id=0,

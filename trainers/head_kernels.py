@@ -8,9 +8,9 @@ the matrix products decide the time. `TRITON_INTERPRET=1` runs both on a CPU, wh
 
 from __future__ import annotations
 
-import os
-
 import torch
+
+from trainers import kernel_trial
 
 try:
     import triton
@@ -84,7 +84,7 @@ def can_fuse(hidden: torch.Tensor) -> bool:
     """Whether the kernels take these hidden states' logits."""
     if triton is None or hidden.dtype == torch.float64:
         return False
-    return (hidden.is_cuda and hidden.dtype != torch.float32) or os.environ.get("TRITON_INTERPRET") == "1"
+    return kernel_trial.takes(hidden)
 
 
 def row_statistics(

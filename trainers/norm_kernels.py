@@ -10,12 +10,12 @@ own norms round them: once after the division, once after the product with the w
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import Any
 
 import torch
 from torch import nn
+
+from trainers import kernel_trial
 
 try:
     import triton
@@ -23,7 +23,6 @@ try:
 except ImportError:  # norms then stay as the model has them
     triton = None
 
-logger = logging.getLogger(__name__)
 ELEMENTS = 4096  # that a program holds at a time, or one row where that is more
 PROGRAMS = 528  # of the backward, four a multiprocessor of an H200: each sums the weight's gradient over its rows
 
@@ -66,7 +65,7 @@ def can_fuse(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernels take this input and weight."""
     if triton is None or x.dtype != weight.dtype or x.dtype == torch.float64:
         return False
-    return (x.is_cuda and x.dtype != torch.float32) or os.environ.get("TRITON_INTERPRET") == "1"
+    return kernel_trial.takes(x)
 
 
 def _block(columns: int) -> tuple[int, int]:
@@ -124,22 +123,18 @@ class _Fused:
 
 def works(device: torch.device) -> bool:
     """Whether the kernels compile and compute the right values on this GPU; the log says why not."""
-    generator = torch.Generator().manual_seed(0)
-    values, slopes, scales = (torch.randn(shape, generator=generator).to(device) for shape in ((40, 96), (40, 96), (96,)))
-    try:
+
+    def difference() -> float:
+        generator = torch.Generator().manual_seed(0)
+        values, slopes, scales = (torch.randn(shape, generator=generator).to(device) for shape in ((40, 96), (40, 96), (96,)))
         found, wanted = [], []
         for results, dtype, norm in ((found, torch.bfloat16, rms_norm), (wanted, torch.float32, _by_operators)):
             leaves = [leaf.to(torch.bfloat16).to(dtype).requires_grad_() for leaf in (values, scales)]
             out = norm(leaves[0], leaves[1], 1e-6)
             results += [out.detach().float(), *(g.float() for g in torch.autograd.grad(out, leaves, slopes.to(dtype)))]
-        off = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
-        if off < 0.03:
-            return True
-        why = f"they differ from torch's operators by {off:.3g} of the norm"
-    except Exception as error:
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    logger.warning("norms stay as the model has them, not by kernels: %s", why)
-    return False
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+
+    return kernel_trial.passed("norms", difference)
 
 
 def _by_operators(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

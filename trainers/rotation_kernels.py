@@ -9,8 +9,6 @@ matrix products. Values are rounded where the models' own operators round them.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainers import kernel_trial
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # the rotation then stays as the model has it
     triton = None
 
-logger = logging.getLogger(__name__)
 ELEMENTS = 4096  # that a program holds at a time
 NAME = "apply_rotary_pos_emb"  # of the function, in the module of a model that calls it
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -66,7 +65,7 @@ def can_fuse(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return False
     if x.dim() != 4 or len(x) != 1 or x.shape[-1] % 2 or cos.shape != (1, x.shape[2], x.shape[3]) or cos.requires_grad:
         return False
-    return (x.is_cuda and x.dtype != torch.float32) or os.environ.get("TRITON_INTERPRET") == "1"
+    return kernel_trial.takes(x)
 
 
 def _run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
@@ -114,23 +113,19 @@ class _Fused:
 
 def works(device: torch.device) -> bool:
     """Whether the kernel compiles and computes the right values on this GPU; the log says why not."""
-    generator = torch.Generator().manual_seed(0)
-    x, slopes = (torch.randn(1, 3, 20, 32, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-    cos, sin = (torch.randn(1, 20, 32, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-    try:
+
+    def difference() -> float:
+        generator = torch.Generator().manual_seed(0)
+        x, slopes = (torch.randn(1, 3, 20, 32, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+        cos, sin = (torch.randn(1, 20, 32, generator=generator).to(device, torch.bfloat16) for _ in range(2))
         results = []
         for turn in (rotate, _by_operators):
             leaf = x.clone().requires_grad_()
             out = turn(leaf, cos, sin)
             results.append(torch.cat([out.detach(), *torch.autograd.grad(out, leaf, slopes)]).float())
-        off = float((results[0] - results[1]).norm() / results[1].norm())
-        if off < 0.03:
-            return True
-        why = f"it differs from torch's operators by {off:.3g} of the norm"
-    except Exception as error:
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    logger.warning("rotary embeddings stay as the model has them, not by a kernel: %s", why)
-    return False
+        return float((results[0] - results[1]).norm() / results[1].norm())
+
+    return kernel_trial.passed("rotary embeddings", difference)
 
 
 def _by_operators(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,8 @@ from trainers.recorded import RecordedRows
 from trainers.rollouts.admission import Situation, decide
 from trainers.rollouts.buffer import buffer_arrays
 from trainers.rollouts.inspection import Inspection
-from trainers.rollouts.ledger import Key, Ledger, begun_anew
+from trainers.rollouts.ledger import Key, Ledger, begun_anew, key_of
+from trainers.rollouts.measure import lost_tokens
 from trainers.rollouts.reading import StreamReader
 from trainers.rollouts.rejections import Rejections, check_use
 from trainers.rollouts.snapshot import Snapshot, read_kept, read_samples, read_state
@@ -151,7 +152,7 @@ class StepEngine:
     @property
     def passes(self) -> float:
         """Passes over the prompts, once every step handed over is trained."""
-        return self.ledger.passes({_key(group): samples for group, samples in self._steps.planned().items()})
+        return self.ledger.passes({key_of(group): samples for group, samples in self._steps.planned().items()})
 
     def drain_rows(self) -> list[dict[str, Any]]:
         """What goes with the step just handed over for people to look at: see `Inspection.drain`."""
@@ -201,7 +202,7 @@ class StepEngine:
         kept, version = read_samples(directory, state, self.algorithm.objective), self._steps.next_version
         fresh = [sample for sample in kept if not self._steps.stale(sample, version)]
         for group, samples in Counter(sample.group for sample in fresh).items():
-            self.ledger.restored(_key(group), samples)
+            self.ledger.restored(key_of(group), samples)
         self._steps.put(fresh)
 
     # The source's side
@@ -308,7 +309,7 @@ class StepEngine:
             cause = cause or ("oversize" if samples else "empty")
         if self.algorithm.generates:
             self._inspection.take(group, cause or "kept", len(fitting) if cause is None else 0)
-            self._metrics.add("cost/tokens/dropped", _lost_tokens(group, samples, [] if cause else fitting))
+            self._metrics.add("cost/tokens/dropped", lost_tokens(group, samples, [] if cause else fitting))
         if cause is not None:
             self._drop(key, cause)
             return
@@ -330,7 +331,7 @@ class StepEngine:
 
     def _settle(self, sample: Sample, cause: str | None) -> None:
         self._inspection.settled(sample.group)
-        if self.ledger.settle(_key(sample.group), cause):
+        if self.ledger.settle(key_of(sample.group), cause):
             self._count_group_drop(cause or "")
 
     # Shared by both sides
@@ -395,15 +396,3 @@ class StepEngine:
         if self.reader is not None:
             self.reader.close()
         await self.source.close()
-
-
-def _lost_tokens(group: RolloutGroup, samples: list[Sample], kept: list[Sample]) -> int:
-    """Sampled tokens that are not trained on: all of a group that is dropped, else those of samples that are."""
-    if not kept:
-        return sum(rollout.sampled_tokens for rollout in group.rollouts)
-    return sum(sample.trained_tokens for sample in samples) - sum(sample.trained_tokens for sample in kept)
-
-
-def _key(group: str) -> Key:
-    epoch, row = group.split(":")
-    return int(epoch), int(row)

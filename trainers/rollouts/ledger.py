@@ -31,6 +31,12 @@ FORMAT = 2
 Key = tuple[int, int]  # (epoch, row)
 
 
+def key_of(group: str) -> Key:
+    """Of a prompt, from the id of its group."""
+    epoch, row = group.split(":")
+    return int(epoch), int(row)
+
+
 class State(IntEnum):
     PENDING = 0
     IN_FLIGHT = 1

@@ -1,4 +1,4 @@
-"""What a planned step says about itself: `batch/…` and `sample/…`."""
+"""What a planned step says about itself, `batch/…` and `sample/…`, and what a group costs that is not trained on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainers.metrics import MetricBag
 from trainers.planner import attention_cost
-from trainers.types import Sample, StepPlan
+from trainers.types import RolloutGroup, Sample, StepPlan
 
 
 def measure_step(
@@ -51,3 +51,10 @@ def measure_step(
         staleness = [train_version - sample.version_min for sample in samples]
         metrics.add("sample/staleness_mean", sum(staleness), len(samples))
         metrics.add("sample/staleness_max", max(staleness))
+
+
+def lost_tokens(group: RolloutGroup, samples: Sequence[Sample], kept: Sequence[Sample]) -> int:
+    """Sampled tokens that are not trained on: all of a group that is dropped, else those of samples that are."""
+    if not kept:
+        return sum(rollout.sampled_tokens for rollout in group.rollouts)
+    return sum(sample.trained_tokens for sample in samples) - sum(sample.trained_tokens for sample in kept)
