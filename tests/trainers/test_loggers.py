@@ -132,6 +132,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # still being written
+            return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # the whole of a record, or its last part
