@@ -3,6 +3,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests mostly wait, for servers and for processes: two at a time, a file's always in one.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -22,10 +25,10 @@ quickstart: setup
 	@$(BIN)/loopwright quickstart
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 test-all: setup lint
-	@$(BIN)/python -m pytest -m "slow or not slow"
+	@$(PYTEST) -m "slow or not slow"
 
 lint: setup
 	@$(BIN)/ruff check .
