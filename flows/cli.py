@@ -148,8 +148,12 @@ def doctor(as_json: bool, python: str | None, uri: str | None, deep: bool) -> No
     sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [OPTION]...")
+# Not interspersed: click would take out the `--` before vLLM's own arguments.
+_PASSED_ON = {"ignore_unknown_options": True, "help_option_names": [], "allow_interspersed_args": False}
+
+
+@cli.command(context_settings=_PASSED_ON)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [OPTION]... [-- VLLM_ARGUMENT...]")
 def serve(arguments: tuple[str, ...]) -> None:
     """Serve MODEL with vLLM in the foreground, set up as a run's student (`loopwright serve --help` for options)."""
     from infra.vllm import main as serve_main

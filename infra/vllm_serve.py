@@ -20,7 +20,10 @@ from infra.vllm_front import RUST_ENV
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m infra.vllm", description="vLLM servers set up for Loopwright.")
     serve = top.add_subparsers(required=True, metavar="serve").add_parser(
-        "serve", help="serve a model in the foreground", description=__doc__
+        "serve",
+        help="serve a model in the foreground",
+        description=__doc__,
+        epilog="What stands after -- goes to vLLM as it is: loopwright serve MODEL --port 8000 -- --enable-prefix-caching",
     )
     serve.add_argument("model", help="folder of a model, or a hub id")
     serve.add_argument("--port", type=_port, help="port to listen on (default: a free one)")
@@ -37,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
         "--teacher", action="store_true", help="for scoring only: any number of logprobs, weights that cannot be changed"
     )
     serve.add_argument("--weight-dir", action="append", default=[], help="folder weight updates may come from; repeatable")
-    serve.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM, after --")
     return top
 
 
@@ -49,7 +51,9 @@ def _port(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after Ctrl-C or SIGTERM, 1 when the server ended by itself, 2 when it could not be started."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    at = given.index("--") if "--" in given else len(given)
+    options, extra = parser().parse_args(given[:at]), given[at + 1 :]
     make = ServerSpec.teacher if options.teacher else ServerSpec
     spec = make(
         model=options.model,
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tensor_parallel_size=options.tensor_parallel_size,
         max_model_len=options.max_model_len,
         dtype=options.dtype,
-        extra_args=tuple(options.extra),
+        extra_args=tuple(extra),
         # Its environment is the user's word here, as a config's `env` is.
         env={RUST_ENV: os.environ[RUST_ENV]} if RUST_ENV in os.environ else {},
         weight_dirs=tuple(options.weight_dir),

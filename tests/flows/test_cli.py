@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flows.cli import cli
 from infra.registry import Registry
+from infra.vllm import ServerSpec
 
 LOOPWRIGHT = (sys.executable, "-c", "from flows.cli import main; main()")
 
@@ -43,6 +46,22 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("run", "resume", "reap", "runs", "config", "up", "down", "status", "serve", "servers", "quickstart"):
         assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["/m", "--", "--enable-lora", "--max-loras", "4"],
+        ["/m", "--port", "8000", "--", "--enable-lora", "--max-loras", "4"],
+        ["--port", "8000", "/m", "--", "--enable-lora", "--max-loras", "4"],
+    ],
+)
+def test_loopwright_serve_passes_on_to_vllm_what_stands_after_two_dashes(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    specs: list[ServerSpec] = []
+    monkeypatch.setattr("infra.vllm_serve._serve", lambda spec, options: specs.append(spec) or 0)
+    monkeypatch.setattr("infra.vllm_serve.signal.signal", lambda *_: None)
+    assert CliRunner().invoke(cli, ["serve", *given]).exit_code == 0
+    assert (specs[0].model, specs[0].extra_args) == ("/m", ("--enable-lora", "--max-loras", "4"))
 
 
 def test_config_show_tells_where_each_value_comes_from(path: Path) -> None:
