@@ -56,7 +56,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         ["--port", "8000", "/m", "--", "--enable-lora", "--max-loras", "4"],
     ],
 )
-def test_loopwright_serve_passes_on_to_vllm_what_stands_after_two_dashes(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+def test_serve_passes_on_to_vllm_what_stands_after_two_dashes(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
     specs: list[ServerSpec] = []
     monkeypatch.setattr("infra.vllm_serve._serve", lambda spec, options: specs.append(spec) or 0)
     monkeypatch.setattr("infra.vllm_serve.signal.signal", lambda *_: None)
