@@ -57,7 +57,7 @@ class FaultProxy:
 
     def go_away(self) -> None:
         """Close the listener and every connection: whoever comes is refused, until `come_back`."""
-        self._do(self._runner.cleanup())
+        self._do(self._leave())
 
     def come_back(self) -> None:
         """Listen again, on the same port."""
@@ -73,7 +73,7 @@ class FaultProxy:
         await self._listen()
 
     async def _stop(self) -> None:
-        await self._runner.cleanup()
+        await self._leave()
         await self._session.close()
 
     async def _listen(self) -> None:
@@ -81,9 +81,24 @@ class FaultProxy:
         app.router.add_route("*", "/{path:.*}", self._pass)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
-        self._port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        self._listener = await self._loop.create_server(self._runner.server, "127.0.0.1", self._port, reuse_address=True)
+        self._port = self._listener.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+
+    async def _leave(self) -> None:
+        """By themselves asyncio and aiohttp each forget, open, a connection that was just accepted or whose answer was just due;
+        a process that died leaves none."""
+        if self._runner.server is None:
+            return
+        for socket in self._listener.sockets:
+            self._loop.remove_reader(socket.fileno())
+        await asyncio.sleep(0.01)  # what was accepted gets among the connections
+        self._listener.close()
+        for connection in self._runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

@@ -203,7 +203,7 @@ def test_a_run_whose_only_server_dies_goes_on_with_a_replacement_that_has_the_ad
         args = AsyncGRPOConfig(
             output_dir=str(folder),
             vllm_server_base_url=first.url,
-            vllm_server_timeout=60.0,  # a connection that the vanished address took and never answers is given up
+            vllm_server_timeout=60.0,
             max_steps=8,
             num_generations=4,
             max_completion_length=8,
