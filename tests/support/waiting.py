@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 30.0, what: str = "", every_s: float = 0.02) -> T:
+def wait_until(condition: Callable[[], T], timeout_s: float = 120.0, what: str = "", every_s: float = 0.02) -> T:
     """Polls until `condition()` is truthy and returns its value; AssertionError after a limit that only a hang reaches."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
