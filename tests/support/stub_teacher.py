@@ -29,6 +29,7 @@ class StubTeacher(StubServer):
         by_text: names tokens of `prompt_logprobs` by their text.
         chosen: scores chosen ids; needs `generate`.
         max_logprobs: most that may be asked for.
+        lists: most that it names at a position, however many are asked for.
         vocabulary: text of the ids that /detokenize knows; None: there is no such endpoint.
         root: what /v1/models says it was started with.
         size: of the table.
@@ -44,6 +45,7 @@ class StubTeacher(StubServer):
         by_text: bool = False,
         chosen: bool = False,
         max_logprobs: int = VOCABULARY,
+        lists: int = VOCABULARY,
         vocabulary: dict[int, str] | None = None,
         root: str | None = None,
         size: int = VOCABULARY,
@@ -51,7 +53,7 @@ class StubTeacher(StubServer):
         super().__init__(max_model_len=max_model_len, generate=generate)
         self._seed, self._applies_temperature, self._by_text = seed, applies_temperature, by_text
         self._chosen, self._max_logprobs, self._vocabulary, self._root = chosen, max_logprobs, vocabulary, root
-        self._size = size
+        self._size, self._lists = size, lists
         self.scored: list[list[int]] = []  # sequences, probes included
         self.keys: set[str | None] = set()  # headers `Authorization` of scoring requests
         self.at_once = self.most_at_once = 0
@@ -100,7 +102,7 @@ class StubTeacher(StubServer):
         top_k = sampling["prompt_logprobs"]
         if top_k > self._max_logprobs:
             return _refused(f"Requested prompt logprobs of {top_k}, which is greater than max allowed: {self._max_logprobs}")
-        scored = [None, *(self._position(table, tokens, at, top_k) for at in range(1, len(tokens)))]
+        scored = [None, *(self._position(table, tokens, at, min(top_k, self._lists)) for at in range(1, len(tokens)))]
         holder = answer if "token_ids" in body else answer["choices"][0]
         holder["prompt_logprobs"] = scored
         return web.Response(body=json.dumps(answer, separators=(",", ":")), content_type="application/json")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -141,6 +143,27 @@ def test_numbers_in_every_notation() -> None:
 def test_answers_that_are_none(body: bytes, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_prompt_logprobs(body, TOKENS, 1, 2)
+
+
+@pytest.mark.parametrize("number", ["NaN", "null", "-Infinity"])
+def test_what_a_broken_teacher_computes_is_not_taken_for_silence(number: str) -> None:
+    body = answer([None, {7: -0.5}, {2: -0.25, 5: -0.5}, {9: -0.5}]).replace(b"-0.25", number.encode())
+    with pytest.raises(RequestFailed, match="log-probabilities that are no numbers"):
+        read_prompt_logprobs(body, TOKENS, 1, 2)
+    assert read_prompt_logprobs(body, TOKENS, 3, 2).targets.tolist() == [-0.5], "of the prompt nothing is wanted"
+
+
+def chosen(values: list[list[float]]) -> bytes:
+    with io.BytesIO() as buffer:
+        np.save(buffer, np.array(values, np.float32))
+        return b'{"prompt_token_id_logprobs":"' + base64.b64encode(buffer.getvalue()) + b'"}'
+
+
+def test_chosen_ids_of_a_broken_teacher_are_not_taken_for_silence() -> None:
+    ids = np.array([[3, -1], [4, 5]], np.int32)
+    assert np.isfinite(read_chosen(chosen([[-1.0, np.nan], [-2.0, -3.0]]), ids).targets).all()
+    with pytest.raises(RequestFailed, match="log-probabilities that are no numbers"):
+        read_chosen(chosen([[-1.0, -np.inf], [-2.0, np.nan]]), ids)
 
 
 def test_a_realised_token_that_is_not_listed_is_unknown() -> None:

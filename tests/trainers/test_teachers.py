@@ -119,6 +119,7 @@ async def test_ids_that_are_padding_are_left_out() -> None:
     [
         ({"max_model_len": 64}, {}, r"takes 64 tokens and the student's servers 64.*--max-model-len 65"),
         ({"max_logprobs": 4}, {}, r"fewer than 8 log-probabilities a token: start it with --max-logprobs -1"),
+        ({"lists": 3}, {}, r"fewer than 8 log-probabilities a token: start it with --max-logprobs -1 \(it sent [23] beside"),
         ({"by_text": True}, {}, r"by their text: their ids are needed"),
         ({"applies_temperature": False}, {"teacher_temperature": 2.0}, r"at temperature 1.*teacher_temperature=1"),
         ({}, {"beta": 0.5, "exact_reverse_kl": True}, r"does not score chosen ids.*requires the V2 model runner"),

@@ -47,7 +47,7 @@ def read_prompt_logprobs(data: bytes, token_ids: np.ndarray, start: int, top_k: 
 
     Raises:
         Retryable: the body is no whole answer.
-        RequestFailed: it holds no prompt log-probabilities of these tokens.
+        RequestFailed: it holds no prompt log-probabilities of these tokens, or such that are no numbers.
     """
     begin = data.find(_BEGIN)
     if begin < 0:
@@ -58,8 +58,17 @@ def read_prompt_logprobs(data: bytes, token_ids: np.ndarray, start: int, top_k: 
     positions = present[np.cumsum(first) - 1] if len(entries) else np.zeros(0, np.int64)
     kept = int(np.searchsorted(positions, start))
     logprobs = _numbers(chars, entries[kept:] + len(_KEY)).astype(np.float32)
+    _check_numbers(logprobs)
     logprobs[logprobs <= _LEAST_LOGPROB] = -np.inf
     return _by_position(positions[kept:] - start, ids[kept:], logprobs, token_ids[start:], top_k)
+
+
+def _check_numbers(logprobs: np.ndarray) -> None:
+    """What a teacher sends that computes NaN is no position of which it said nothing: it would go unnoticed."""
+    if np.isnan(logprobs).any():
+        raise RequestFailed(
+            "bad_answer", "it sends log-probabilities that are no numbers: its weights, or the type it computes in, are broken"
+        )
 
 
 def _entries(chars: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -178,7 +187,7 @@ def read_chosen(data: bytes, ids: np.ndarray) -> Scored:
 
     Raises:
         Retryable: the body is no answer.
-        RequestFailed: it does not hold what was asked for.
+        RequestFailed: it does not hold what was asked for, or log-probabilities that are no numbers.
     """
     try:
         text = _CHOSEN_DECODER.decode(data).prompt_token_id_logprobs
@@ -188,6 +197,7 @@ def read_chosen(data: bytes, ids: np.ndarray) -> Scored:
     if values is None or values.shape != ids.shape:
         gave = "none" if values is None else f"those of shape {values.shape}"
         raise RequestFailed("bad_answer", f"log-probabilities of shape {ids.shape} were asked for, the server sent {gave}")
+    _check_numbers(values[ids >= 0])
     values = np.where(ids >= 0, values, np.nan).astype(np.float32)
     others = np.where(np.isfinite(values[:, 1:]), ids[:, 1:], -1)
     return Scored(others, np.where(others >= 0, values[:, 1:], -np.inf).astype(np.float32), values[:, 0])

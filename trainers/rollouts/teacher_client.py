@@ -99,6 +99,10 @@ class TeacherClient:
             if np.isnan(scored.targets).any():
                 reasons.append(f"{facts.model} names tokens by their text, not their ids: VLLM_USE_RUST_FRONTEND=0 does not")
                 continue
+            listed = (scored.ids >= 0).sum(axis=1).min()  # the realised token may be one of those asked for
+            if not self._needs.chosen and listed < min(self._needs.top_k, vocab_size) - 1:
+                reasons.append(_too_few(self._needs, f"it sent {listed} beside the sampled token's"))
+                continue
             await self._check_scale(prompt, scored)
             return
         self.form = None
@@ -180,10 +184,14 @@ def _request(
 def _remedy(form: Form, needs: TeacherNeeds, message: str) -> str:
     """What to do about a probe that was refused."""
     if "max allowed" in message or "max_logprobs" in message:
-        return f"it returns fewer than {needs.top_k} log-probabilities a token: start it with --max-logprobs -1 ({message})"
+        return _too_few(needs, message)
     if form == "chosen" and needs.chosen:
         return (
             "it does not score chosen ids (prompt_logprob_token_ids), which exact_reverse_kl needs: set it to false, or use a "
             f"GPU server of vLLM 0.32 or newer with VLLM_USE_V2_MODEL_RUNNER=1 and VLLM_USE_RUST_FRONTEND=0 ({message})"
         )
     return message
+
+
+def _too_few(needs: TeacherNeeds, message: str) -> str:
+    return f"it returns fewer than {needs.top_k} log-probabilities a token: start it with --max-logprobs -1 ({message})"
