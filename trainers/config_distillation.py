@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainers.config_trainer import PolicyLossConfig, check_urls
+from trainers.config_trainer import LEAST_TEMPERATURE, PolicyLossConfig, check_urls
 from trainers.roster import plain_url
 
 # Fields that one loss reads and the other does not.
@@ -52,7 +52,9 @@ class DistillationConfig(PolicyLossConfig):
         "0 it is taken over the teacher's likeliest token, the sampled one and the rest.",
     )
     teacher_temperature: float = Field(
-        1.0, gt=0, description="Divides the teacher's logits, and with loss=jsd the student's; sampling has its own. Default 1."
+        1.0,
+        ge=LEAST_TEMPERATURE,
+        description="Divides the teacher's logits, and with loss=jsd the student's; sampling has its own. Default 1.",
     )
     teacher_top_k: int = Field(
         8, ge=1, description="The teacher's likeliest tokens at every position, for beta=0 or exact_reverse_kl. Default 8."

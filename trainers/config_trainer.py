@@ -16,6 +16,7 @@ from trainers.training_arguments import config_refusal
 
 CHECKPOINT_KWARGS = ("offload", "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this one: its log-probabilities would be at another than the trainer's
 
 
 class TrainerConfig(StrictModel):
@@ -193,7 +194,9 @@ class AsyncTrainerConfig(TrainerConfig):
         2048, ge=1, description="Most tokens sampled per completion, all turns together. Default 2048."
     )
     temperature: float = Field(
-        1.0, gt=0, description="Sampling temperature; the policy is softmax(logits / temperature). Default 1."
+        1.0,
+        ge=LEAST_TEMPERATURE,
+        description="Sampling temperature; the policy is softmax(logits / temperature). Default 1.",
     )
     top_p: float = Field(
         1.0,
