@@ -48,7 +48,8 @@ class Tries:
     def check(self, pause_s: float, cause: str, message: str | None) -> None:
         """Raises `RequestFailed`, of the last try's failure, if no time is left after such a pause."""
         if self._deadline - time.monotonic() <= pause_s:
-            raise RequestFailed(cause, f"{message} (given up after {self._count} tries)")
+            spent = f"{self._count} tries in vllm_server_timeout, {self._budget_s:g} s"
+            raise RequestFailed(cause, f"{message} (given up after {spent})")
 
     def forgive(self, seconds: float) -> None:
         """Do not count so much of the time that went by."""
