@@ -180,8 +180,16 @@ def main() -> int:
     parser.add_argument("--work-dir", help="for model, logs and weights (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON lines on standard output")
     args = parser.parse_args()
-    args.work_dir = args.work_dir or tempfile.mkdtemp(prefix="loopwright-grpo-")
     args.vocabulary = SHAPES[args.shape][-1]
+    with tempfile.TemporaryDirectory(prefix="loopwright-grpo-") as folder:
+        args.work_dir = args.work_dir or folder
+        measure(args)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print a line for each bound of the staleness."""
+    cuda = torch.cuda.is_available()
     folder = Path(args.work_dir) / "model"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     model = make_model(SHAPES[args.shape], torch.bfloat16 if cuda else torch.float32, device, folder)
@@ -214,7 +222,6 @@ def main() -> int:
             print(json.dumps(line), file=out, flush=True)
     finally:
         server.stop()
-    return 0
 
 
 if __name__ == "__main__":
