@@ -81,6 +81,7 @@ def known_secrets(environ: Mapping[str, str] = os.environ) -> set[str]:
     """Values that are secrets. Of one that has several lines (a private key) each line is one, as logs show it."""
     found = set(_protected)
     for name, value in environ.items():
+        value = value.strip()  # a mounted secret ends in a newline, what prints it does not
         if len(value) < MIN_CHARS:
             continue
         if name in _ADDRESSES or ((_NAME.search(name) or is_secret(name)) and not _ABOUT.search(name)):

@@ -82,8 +82,8 @@ class VLLMServer:
     def wait_ready(self, timeout_s: float = 900.0, on_progress: Callable[[str], None] | None = None) -> None:
         """Blocks until it answers, with its key, and has generated one token (the first request of all compiles kernels).
 
-        `on_progress` gets a line every ten seconds. ServerStartFailed when it ends or the time is up; PortTaken when
-        something else answers on its port.
+        `on_progress` gets a line every ten seconds. ServerStartFailed when it ends, the time is up or it wants no key; PortTaken
+        when something else answers on its port.
         """
         started = shown = time.monotonic()
         if on_progress is not None:
@@ -102,9 +102,13 @@ class VLLMServer:
                 line = LOG_PREFIX.sub("", self.process.log_tail(1)).strip()
                 on_progress(f"{self.spec.name}: starting, {now - started:.0f} s: {line[:100]}")
             time.sleep(POLL_S)
+        found = self.capabilities()
+        if not found.keyed:
+            why = "answers without its key, so that anybody could change its weights: it is not used"
+            raise ServerStartFailed(f"server {self.spec.name} {why}", "user")
         # A server that returns candidate sets refuses a request without top_k.
         sampling = {"max_tokens": 2, "seed": 0, "logprobs": 0, "ignore_eos": True, "top_k": 1}
-        body = {"model": self.capabilities().served_name, "token_ids": [0], "sampling_params": sampling}
+        body = {"model": found.served_name, "token_ids": [0], "sampling_params": sampling}
         answer = request(self.url, self.api_key, GENERATE, method="POST", json=body, timeout=timeout_s)
         if answer.status_code != 200:
             raise ServerStartFailed(f"server {self.spec.name} is up but does not generate: {answer.text[:500]}")

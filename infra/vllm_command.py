@@ -146,5 +146,5 @@ def environment(spec: ServerSpec, key: str, gpus: Sequence[int] = (), front: Cho
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), env.get("PYTHONPATH")]))
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},loopwright"
-    env["VLLM_API_KEY"] = key
+    env["VLLM_API_KEY"] = key.strip()
     return env

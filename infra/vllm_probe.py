@@ -28,7 +28,7 @@ class Capabilities:
     max_model_len: int
     generate_endpoint: bool
     control_plane: bool  # pause and weight updates
-    keyed: bool  # the control plane refuses requests without a key
+    keyed: bool  # it refuses requests without a key, also where vLLM's own check would not
     weight_transfer: str | None
     logprobs_mode: str | None
     max_logprobs: int | None
@@ -54,20 +54,25 @@ class Needs:
 
 def request(url: str, key: str | None, path: str, **options: Any) -> httpx.Response:
     """One GET (or `method=`) on a connection of its own. ServerUnreachable when nothing answers, or it wants another key."""
-    headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    timeout = httpx.Timeout(options.pop("timeout", ANSWER_TIMEOUT_S), connect=CONNECT_TIMEOUT_S)
-    try:
-        # A proxy from the environment would only get in the way of a loopback or private address.
-        with httpx.Client(headers=headers, timeout=timeout, trust_env=False) as client:
-            response = client.request(options.pop("method", "GET"), url.rstrip("/") + path, **options)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerUnreachable(
-            f"no vLLM server answers at {url} ({type(error).__name__}: {error}): start one with `loopwright serve MODEL`"
-        ) from error
+    response = _answer(url, key, path, **options)
     if response.status_code == 401:
         hint = "its key differs from VLLM_API_KEY" if key else "set VLLM_API_KEY to its key"
         raise ServerUnreachable(f"the server at {url} refused the request for want of a key: {hint}")
     return response
+
+
+def _answer(url: str, key: str | None, path: str, **options: Any) -> httpx.Response:
+    """As `request`, of any status."""
+    headers = {b"Connection": b"close"} | ({b"Authorization": f"Bearer {key.strip()}".encode()} if key else {})
+    timeout = httpx.Timeout(options.pop("timeout", ANSWER_TIMEOUT_S), connect=CONNECT_TIMEOUT_S)
+    try:
+        # A proxy from the environment would only get in the way of a loopback or private address.
+        with httpx.Client(headers=headers, timeout=timeout, trust_env=False) as client:
+            return client.request(options.pop("method", "GET"), url.rstrip("/") + path, **options)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnreachable(
+            f"no vLLM server answers at {url} ({type(error).__name__}: {error}): start one with `loopwright serve MODEL`"
+        ) from error
 
 
 def probe(url: str, key: str | None = None) -> Capabilities:
@@ -113,12 +118,8 @@ def _paths(url: str, key: str | None) -> set[str]:
 
 
 def _keyed(url: str) -> bool:
-    # /metrics is outside what vLLM's own key check covers and always exists.
-    try:
-        request(url, None, "/metrics")
-    except ServerUnreachable:
-        return True
-    return False
+    # /metrics is outside what vLLM's own key check covers.
+    return _answer(url, None, "/metrics").status_code == 401
 
 
 def lacking(found: Capabilities, needs: Needs) -> list[str]:

@@ -1,6 +1,7 @@
 """The trainer's side of a vLLM server: control plane, weight updates, probe logprobs. Synchronous, rank 0 only.
 
-Every call opens its own connection: after an error in the control plane the server drops the connection it came on.
+Every call opens its own connection: after an error in the control plane the server drops the connection it came on. And every
+call ends within its time, whatever answers: all ranks wait for it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,19 +57,21 @@ class ServerClient:
         self._told = "None"
         self.timeout_s = timeout_s
         self.adapter: str | None = None  # the newest that was loaded; None: the policy is the model itself
-        key = key if key is not None else os.environ.get("VLLM_API_KEY", "")
+        key = (key if key is not None else os.environ.get("VLLM_API_KEY", "")).strip()  # a mounted secret ends in a newline
         self.http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={b"Authorization": f"Bearer {key}".encode()} if key else {},
             limits=httpx.Limits(max_keepalive_connections=0),
             # Loopback and private addresses: a proxy from the environment would only get in the way.
             trust_env=False,
         )
 
     def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        limit = httpx.Timeout(timeout_s or self.timeout_s, connect=CONNECT_TIMEOUT_S)
+        seconds = timeout_s or self.timeout_s
+        limit = httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_S)
         try:
-            response = self.http.request(method, path, json=body, timeout=limit)
+            with _whole_within(seconds + CONNECT_TIMEOUT_S) as extensions:
+                response = self.http.request(method, path, json=body, timeout=limit, extensions=extensions)
         except httpx.HTTPError as error:
             raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code == 401:
@@ -269,6 +274,38 @@ def _adapter_facts(config: dict[str, Any], env: dict[str, Any]) -> AdapterFacts 
         data_parallel=int(parallel.get("data_parallel_size", 1)),
         forked_workers=int(parallel.get("tensor_parallel_size", 1)) > 1 and env.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork",
     )
+
+
+@contextlib.contextmanager
+def _whole_within(limit_s: float) -> Iterator[dict[str, Any]]:
+    """Extensions of a request. httpx bounds every read by itself, so an answer that comes byte by byte would never be late.
+
+    Raises:
+        httpx.ReadTimeout: the answer was not whole within `limit_s`.
+    """
+    sockets: list[socket.socket] = []
+    late = threading.Event()
+
+    def note(event: str, info: dict[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            sockets.append(info["return_value"].get_extra_info("socket"))
+
+    def cut() -> None:
+        late.set()
+        with contextlib.suppress(OSError, IndexError):
+            sockets[-1].shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield {"trace": note}
+    except httpx.HTTPError as error:
+        if not late.is_set():
+            raise
+        raise httpx.ReadTimeout(f"no whole answer within {limit_s:.0f} s") from error
+    finally:
+        timer.cancel()
 
 
 def _message(response: httpx.Response) -> str:

@@ -21,7 +21,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 ENVIRONMENT = {
-    "HF_TOKEN": "token-of-mine",
+    "HF_TOKEN": "token-of-mine\n",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtn/FEMI",
     "MLFLOW_TRACKING_PASSWORD": "pass word",
     "PREFECT_API_AUTH_STRING": "admin:lengthy-secret",

@@ -7,6 +7,8 @@ import json
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -80,6 +82,10 @@ def test_cpu_and_gpu_by_the_same_code(model, monkeypatch):
     assert "VLLM_CPU_KVCACHE_SPACE" not in env and "LOCAL_RANK" not in env
     assert environment(cpu, "key")["CUDA_VISIBLE_DEVICES"] == ""
     assert environment(cpu, "key")["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_a_key_that_ends_in_a_newline_as_mounted_secrets_do(model):
+    assert environment(ServerSpec(model, device="cpu"), "secret\n")["VLLM_API_KEY"] == "secret"
 
 
 def test_the_key_is_in_the_environment_only(model):
@@ -304,15 +310,18 @@ def test_a_teacher_need_not_be_able_to_change_its_weights():
 class RustLike(BaseHTTPRequestHandler):
     """Behind our proxy: no OpenAPI page, no weight version, one call for a sync."""
 
+    open = ("/health",)
+
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         answers = {
             "/v1/models": {"data": [{"id": "policy", "root": "/m", "max_model_len": 512}]},
+            "/health": {},
             "/version": {"version": "0.26.0"},
             "/server_info": {"vllm_config": "a text"},
             "/loopwright/sync": {"protocol": 1, "workers": []},
         }
-        keyed = self.headers.get("Authorization") == "Bearer key"
+        keyed = path in self.open or self.headers.get("Authorization") == "Bearer key"
         self.answer(401 if not keyed else 200 if path in answers else 404, answers.get(path, {}))
 
     def do_POST(self) -> None:
@@ -327,17 +336,58 @@ class RustLike(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_front_end_without_openapi_page_is_asked_path_by_path():
-    with HTTPServer(("127.0.0.1", 0), RustLike) as server:
+class OpenMetrics(RustLike):
+    """As vLLM's own check of a key leaves it."""
+
+    open = ("/health", "/metrics")
+
+
+class DeafMetrics(RustLike):
+    def do_GET(self) -> None:
+        if self.path != "/metrics":
+            super().do_GET()
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            found = probe(f"http://127.0.0.1:{server.server_address[1]}", "key")
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("key", ["key", "key\n"])
+def test_a_front_end_without_openapi_page_is_asked_path_by_path(key):
+    with listening(RustLike) as url:
+        found = probe(url, key)
     assert (found.version, found.generate_endpoint, found.control_plane, found.keyed) == ("0.26.0", True, True, True)
     assert (found.weight_transfer, found.max_logprobs) == ("loopwright", None)  # its workers are ours
+
+
+def test_only_a_server_that_refuses_counts_as_keyed():
+    with listening(OpenMetrics) as url:
+        assert not probe(url, "key").keyed
+    with listening(DeafMetrics) as url, pytest.raises(ServerUnreachable, match="no vLLM server answers"):
+        probe(url, "key")
+
+
+def test_a_server_of_ours_that_answers_without_its_key_is_not_used(port, model, tmp_path):
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    spec = ServerSpec(model, device="cpu", python=str(sleeper))
+    with listening(OpenMetrics) as url:
+        server = start_server(spec, port, key="key", log_path=tmp_path / "log", features=FULL)
+        try:
+            server.url = url
+            with pytest.raises(ServerStartFailed, match="answers without its key"):
+                server.wait_ready()
+        finally:
+            server.stop(grace_s=1.0)
 
 
 def test_probing_where_nothing_listens():

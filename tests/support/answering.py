@@ -1,10 +1,11 @@
-"""An HTTP server that gives one answer to everything, for what no real service would say on request."""
+"""HTTP servers that give one answer to everything, for what no real service would say on request."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
@@ -33,3 +34,34 @@ def answering(status: int, body: bytes = b"{}", kind: str = "application/json", 
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def dripping(begins: bytes) -> Iterator[str]:
+    """The URL of one whose answer begins so and goes on byte by byte, for ever."""
+    over = threading.Event()
+    connections: list[socket.socket] = []
+
+    def answer(connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(begins)
+            while not over.wait(0.02):
+                connection.sendall(b" ")
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connections.append(connection)
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=listen, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for connection in connections:
+                connection.close()

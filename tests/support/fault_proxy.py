@@ -87,8 +87,8 @@ class FaultProxy:
         self.url = f"http://127.0.0.1:{self._port}"
 
     async def _leave(self) -> None:
-        """By themselves asyncio and aiohttp each forget, open, a connection that was just accepted or whose answer was just due;
-        a process that died leaves none."""
+        """By themselves asyncio and aiohttp each forget, open, a connection that was just accepted, or whose answer was just
+        due; a process that died leaves none."""
         if self._runner.server is None:
             return
         for socket in self._listener.sockets:

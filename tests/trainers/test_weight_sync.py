@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import time
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.answering import answering
+from tests.support.answering import answering, dripping
 from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tokenizer
 from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
+from trainers.rollouts.client import GenerateClient
 from trainers.server import ServerClient
 from trainers.weight_sync.broadcast import Broadcast
 from trainers.weight_sync.layout import make_layout
@@ -285,6 +288,31 @@ def test_an_unreachable_server_says_so():
         client.weight_version()
     with pytest.raises(ServerError, match=r"no healthy server at http://127\.0\.0\.1:9"):
         client.wait_healthy(0.01)
+
+
+@pytest.mark.parametrize("begins", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"])
+def test_an_answer_that_comes_byte_by_byte_is_given_up(monkeypatch, begins):
+    monkeypatch.setattr("trainers.server.CONNECT_TIMEOUT_S", 1.0)
+    with dripping(begins) as url, pytest.raises(ServerError, match="no whole answer within 2 s"):
+        ServerClient(url, 1.0, key="k").weight_version()
+
+
+@pytest.mark.parametrize("key", ["secret\n", "sécret"])
+def test_a_key_is_sent_as_the_server_expects_it(monkeypatch, key):
+    """A mounted secret ends in a newline; in a header that is refused, with the key in the error."""
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    expected = f"Bearer {key.strip()}".encode().decode("latin-1")
+    with answering(200, b'{"weight_version": "3"}', key=expected) as url:
+        assert ServerClient(url, 5.0).weight_version() == "3"
+        assert asyncio.run(open_and_close(GenerateClient(url), "/weight_info")) == 200
+
+
+async def open_and_close(client: GenerateClient, path: str) -> int:
+    with contextlib.suppress(LookupError):  # it is no vLLM server
+        await client.open(0.0)
+    status, _ = await client.request("GET", path)
+    await client.close()
+    return status
 
 
 @pytest.mark.parametrize("status", [500, 503])

@@ -62,7 +62,7 @@ class GenerateClient:
         Raises:
             ServerError: it does not answer, or refuses the key.
         """
-        key = next((os.environ[name] for name in self._keys if name in os.environ), None) or None
+        key = next((os.environ[name].strip() for name in self._keys if name in os.environ), None) or None
         self._http = HttpClient(self.base_url, key, CONNECT_S)
         deadline = time.monotonic() + wait_s
         while True:

@@ -15,7 +15,7 @@ class KeyMiddleware(Guard):
     """Answers 401 unless the request carries `Authorization: Bearer <VLLM_API_KEY>`."""
 
     def __init__(self, app):
-        key = os.environ.get("VLLM_API_KEY", "")
+        key = os.environ.get("VLLM_API_KEY", "").strip()
         if not key:
             raise RuntimeError("VLLM_API_KEY is not set: this server refuses to run without a key")
         arrays.install()
