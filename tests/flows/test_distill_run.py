@@ -81,7 +81,7 @@ def test_a_student_learns_from_two_teachers_given_by_url(
     }
     path = write_run(tmp_path, vllm_server.model_dir, rows=48, name="taught", servers=servers)
     log = tmp_path / "log"
-    code = start("run", "distillation", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(280)
+    code = start("run", "distillation", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(560)
     assert code == 0, log.read_text()[-5000:]
     run = Registry().get_run("taught")
     assert (run.status, run.flow, set(run.stages)) == (

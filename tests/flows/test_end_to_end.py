@@ -28,7 +28,7 @@ def test_a_grpo_run_from_the_command_line(vllm_server: SharedServer, home: Path,
         tags={"purpose": "test"},
     )
     log = tmp_path / "log"
-    code = start("run", "grpo", str(path), log=log, STUDENT_KEY=vllm_server.key).wait(280)
+    code = start("run", "grpo", str(path), log=log, STUDENT_KEY=vllm_server.key).wait(560)
     assert code == 0, log.read_text()[-5000:]
 
     registry = Registry()
@@ -76,7 +76,7 @@ def test_a_run_that_fails_says_why_everywhere_and_goes_on_when_the_cause_is_gone
     good = (tmp_path / "rewards.py").read_text()
     (tmp_path / "rewards.py").write_text("def reward(completions, **columns):\n    raise KeyError('colour')\n")
     log = tmp_path / "log"
-    code = start("run", "grpo", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(280)
+    code = start("run", "grpo", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(560)
     assert code == 1, log.read_text()[-5000:]
     run = Registry().get_run("mended")
     assert run.status == "FAILED" and run.failure_class == "user" and "colour" in str(run.cause)
@@ -88,7 +88,7 @@ def test_a_run_that_fails_says_why_everywhere_and_goes_on_when_the_cause_is_gone
     assert client.get_run(str(run.mlflow_run_id)).info.status == "FAILED"
 
     (tmp_path / "rewards.py").write_text(good)
-    code = start("run", "grpo", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(280)
+    code = start("run", "grpo", str(path), log=log, VLLM_API_KEY=vllm_server.key).wait(560)
     assert code == 0, log.read_text()[-5000:]
     again = Registry().get_run("mended")
     assert (again.id, again.status, again.mlflow_run_id) == (run.id, "FINISHED", run.mlflow_run_id)

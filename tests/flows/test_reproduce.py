@@ -49,7 +49,7 @@ def curve(run_id: str) -> list[tuple[int, float]]:
 
 def test_the_same_run_again_has_the_same_curve_and_what_has_changed_is_named(home: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path / "experiment")
-    done = subprocess.run([sys.executable, "-c", TWICE, str(path)], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", TWICE, str(path)], capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = done.stdout.partition("first, attempt 1, against now:\n")[2].partition("run again; Prefect at")[0]
     assert said and not any(word in said for word in ("!", "package", "model", "dataset")), said  # code may be worked on

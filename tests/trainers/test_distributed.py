@@ -31,7 +31,7 @@ def launch(ranks: int, folder: Path, devices: str, worker: Path = WORKER) -> Non
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     done = subprocess.run(
-        [*command, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        [*command, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
     )
     assert done.returncode == 0, f"{ranks} ranks: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 

@@ -45,7 +45,7 @@ def test_a_peer_has_the_same_figures(peer):
         "--runs",
         f"64:{peer}",
     ]
-    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=560)
     row = json.loads(done.stdout.splitlines()[-1])
     assert "failed" not in row and row["perf/step_s"] > 0 and row["peer"].split()[-1].endswith("Trainer")
     assert row["loss"] == pytest.approx(4.85, abs=0.2)

@@ -41,7 +41,7 @@ def done(request, tmp_path_factory) -> Path:
     if request.param == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, sequence_worker.__file__, str(folder), *counts]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}"
     return folder
 
