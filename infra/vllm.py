@@ -82,8 +82,8 @@ class VLLMServer:
     def wait_ready(self, timeout_s: float = 900.0, on_progress: Callable[[str], None] | None = None) -> None:
         """Blocks until it answers, with its key, and has generated one token (the first request of all compiles kernels).
 
-        `on_progress` gets a line every ten seconds. ServerStartFailed when it ends, the time is up or it wants no key; PortTaken
-        when something else answers on its port.
+        `on_progress` gets a line every ten seconds. ServerStartFailed when it ends, the time is up, or it wants no key;
+        PortTaken when something else answers on its port.
         """
         started = shown = time.monotonic()
         if on_progress is not None:

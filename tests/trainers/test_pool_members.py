@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from aiohttp import web
 
 from tests.support.pools import one_turn, pool_of, until
 from tests.support.stub_server import StubServer
@@ -178,3 +179,33 @@ async def test_a_new_server_that_does_not_answer_yet_joins_when_it_does_or_is_fo
         pool.members([("student-0", first.url), ("student-1", late.url)])
         async with late.run(port):
             await until(lambda: "server/student-1/concurrency_cap" in pool.gauges())
+
+
+@pytest.mark.parametrize("answer", ["<html>", '{"data": []}', "[]", 404, 503])
+async def test_a_new_server_whose_address_another_program_has_meanwhile_joins_once_it_is_there(
+    caplog: pytest.LogCaptureFixture, answer: str | int
+) -> None:
+    first, late, other = StubServer(), StubServer(), Other(answer)
+    async with other.run():
+        port = int(other.url.rsplit(":", 1)[1])
+        async with pool_of(first, unreachable_s=0.05) as (pool, _):
+            pool.members([("student-0", first.url), ("student-1", other.url)])
+            await until(lambda: "student-1 does not join yet" in caplog.text and other.asked > 2)
+            assert caplog.text.count("student-1 does not join yet") == 1
+            await other.stop_listening()
+            async with late.run(port):
+                await until(lambda: "server/student-1/concurrency_cap" in pool.gauges())
+
+
+class Other(StubServer):
+    """No vLLM server: it gives one answer to everything, a text or a status."""
+
+    def __init__(self, answer: str | int) -> None:
+        super().__init__()
+        self.answer, self.asked = answer, 0
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if isinstance(self.answer, int):
+            return web.Response(status=self.answer)
+        return web.Response(text=self.answer, content_type="application/json")

@@ -28,6 +28,7 @@ from trainers.types import TurnRecord
 
 CONNECT_S = 10.0
 LOOK_S = 10.0  # for the server to answer about itself
+NONSENSE = (LookupError, TypeError, ValueError)  # reading the answer of another program, at the address of a server that ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,11 @@ class GenerateClient:
                 async with asyncio.timeout(3 * LOOK_S):
                     self.facts = await self._look()
                 return self.facts
-            except (ConnectionError, TimeoutError) as error:
+            except (ConnectionError, TimeoutError, *NONSENSE) as error:
                 if time.monotonic() > deadline:
                     why = f"{type(error).__name__}: {error}"
-                    raise ServerError(f"no answer from {self.base_url} for {wait_s:.0f} s: {why}") from error
+                    what = "no vLLM server's answer" if isinstance(error, NONSENSE) else "no answer"
+                    raise ServerError(f"{what} from {self.base_url} for {wait_s:.0f} s: {why}") from error
                 await asyncio.sleep(1)
 
     async def close(self) -> None:
@@ -124,7 +126,7 @@ class GenerateClient:
         """What it means that an adapter is not there."""
         try:
             names = await self._adapters()
-        except (ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError, *NONSENSE) as error:
             return Retryable("reset", f"{self.base_url}: {type(error).__name__}: {error}")
         if any(is_later(name, adapter) for name in names):
             return RequestFailed("stale", f"{self.base_url} has let go of {adapter}: its version left the window")

@@ -162,15 +162,18 @@ class Students:
         self._changed_members()
 
     async def _join(self, name: str, url: str) -> None:
-        client = GenerateClient(url, self._form)
+        client, told = GenerateClient(url, self._form), ""
         try:
             while True:
                 try:
                     facts = await client.open(self._unreachable_s)
                     break
                 except ServerError as error:
-                    logger.warning("%s does not join yet: %s", name, error)
+                    if str(error) != told:
+                        logger.warning("%s does not join yet: %s", name, error)
+                    told = str(error)
                     await client.close()
+                    await asyncio.sleep(self._look_every_s)  # it may have been refused at once
         except BaseException:
             await client.close()
             raise
