@@ -28,11 +28,17 @@ KINDS = click.Choice(["grpo", "distillation", "sft"])
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="loopwright")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Post-training experiments on language models: start, watch, resume."""
     from flows.connections import connect
+    from infra.errors import InfraError
 
-    connect()
+    try:
+        connect()
+    except InfraError:
+        if context.invoked_subcommand != "doctor":  # which finds that, too, and says the rest
+            raise
 
 
 @cli.command()

@@ -58,6 +58,8 @@ def test_a_home_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     failed = {finding.area: finding.text for finding in doctor.examine() if finding.status == "fail"}
     assert {"storage", "database"} <= set(failed)
     assert "cannot be made" in failed["storage"]
+    shown = CliRunner().invoke(cli, ["doctor"])
+    assert shown.exit_code == 1 and "cannot be made" in shown.stdout and "ports" in shown.stdout
 
 
 def test_a_check_that_breaks_is_a_finding(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
