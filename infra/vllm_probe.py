@@ -56,7 +56,8 @@ def request(url: str, key: str | None, path: str, **options: Any) -> httpx.Respo
     """One GET (or `method=`) on a connection of its own. ServerUnreachable when nothing answers, or it wants another key."""
     response = _answer(url, key, path, **options)
     if response.status_code == 401:
-        hint = "its key differs from VLLM_API_KEY" if key else "set VLLM_API_KEY to its key"
+        place = "VLLM_API_KEY, or the variable that `api_key_env` names"
+        hint = f"its key differs from {place}" if key else f"set {place}, to its key"
         raise ServerUnreachable(f"the server at {url} refused the request for want of a key: {hint}")
     return response
 

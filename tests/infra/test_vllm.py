@@ -368,6 +368,12 @@ def test_a_front_end_without_openapi_page_is_asked_path_by_path(key):
     assert (found.weight_transfer, found.max_logprobs) == ("loopwright", None)  # its workers are ours
 
 
+@pytest.mark.parametrize(("key", "hint"), [("other", "its key differs from"), (None, "set")])
+def test_a_wrong_key_is_told_with_the_places_it_may_come_from(key, hint):
+    with listening(RustLike) as url, pytest.raises(ServerUnreachable, match=f"{hint} VLLM_API_KEY, or .*`api_key_env` names"):
+        probe(url, key)
+
+
 def test_only_a_server_that_refuses_counts_as_keyed():
     with listening(OpenMetrics) as url:
         assert not probe(url, "key").keyed
