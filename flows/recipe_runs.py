@@ -111,11 +111,13 @@ def preflight_stages(plan: Plan) -> None:
     config, lines = plan.config, []
     if config.sft is not None:
         lines += _problems(plan.sft(), "sft")
+    elif not plan.trained:  # no stage before the merging begins from it
+        lines += check_model(resolve(config.model))
     for name, domain in config.domains.items():
         if domain.specialist is None:
             lines += _problems(plan.specialist(name, config.model), f"domains.{name}")
         else:
-            lines += [f"domains.{name}.{line}" for line in check_model(resolve(domain.specialist))]
+            lines += [f"domains.{name}.{line}" for line in check_model(resolve(domain.specialist), "specialist")]
             lines += [f"domains.{name}.{line}" for line in check_dataset("dataset", domain.dataset, {})]
         if domain.eval is not None:
             spec = domain.eval.reward_func or domain.reward_funcs[0]

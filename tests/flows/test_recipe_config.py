@@ -186,3 +186,16 @@ def test_what_the_merging_would_be_refused_for_is_told_before_anything_is_traine
         ["merge", " servers, trainer.gpus"],
     ]
     assert all("set servers.student.max_model_len=63 or less" in line for line in told.value.lines[:2])
+
+
+def test_models_that_are_not_there_are_named_by_the_recipes_own_fields(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1"}) + "\n")
+    domains = {name: {"dataset": {"path": str(rows)}, "specialist": f"/nowhere/{name}"} for name in ("add", "order")}
+    with pytest.raises(ConfigErrors) as told:
+        preflight_stages(plan(model="/nowhere/base", sft=None, domains=domains))
+    assert told.value.lines == [
+        "model: there is no folder /nowhere/base",
+        "domains.add.specialist: there is no folder /nowhere/add",
+        "domains.order.specialist: there is no folder /nowhere/order",
+    ]
