@@ -12,7 +12,7 @@ import torch
 from tests.support.fake_control_plane import FakeControlPlane, served_logprobs
 from tests.support.policies import ONE_RANK, grpo_config, tiny_policy
 from tests.support.tiny_model import build_tokenizer
-from trainers.errors import ServerError, WeightSyncError
+from trainers.errors import ServerCapabilityError, ServerError, WeightSyncError
 from trainers.roster import SERVERS_FILE, Listed, Roster, Serving, plain_url, read_servers, read_serving, write_servers
 from trainers.server import ServerFacts
 from trainers.weight_sync.sync import ServerSync
@@ -151,6 +151,39 @@ def test_when_all_died_in_a_sync_their_replacement_gets_what_they_should_have_go
     assert holds(new, policy) and new.version == "1" and metrics["perf/weight_sync_bytes"] > 0
     assert servers.news() == ["b"] and servers.serving() == {"b": 1}
     assert "http://a leaves the group, nobody is left, a server is waited for" in caplog.text
+
+
+def test_another_program_that_has_the_only_servers_address_for_a_while_is_waited_out(tmp_path, monkeypatch):
+    servers = Servers(tmp_path, "a", vllm_server_timeout=30)
+    servers.sync.push(tiny_policy(), 0)
+    plane = servers.planes["a"]
+    real, looks = plane.facts, []
+
+    def facts():
+        looks.append(1)
+        if len(looks) < 3:
+            raise ServerCapabilityError("http://a wants a key")
+        return real()
+
+    # Twice in the sync; then nobody knows whether it is up.
+    plane.fail = {"update": ["reset"], "version": ["not as a vLLM server does"] * 2}
+    monkeypatch.setattr(plane, "facts", facts)
+    policy = tiny_policy(seed=7)
+    servers.sync.push(policy, 1)
+    assert holds(plane, policy) and servers.serving() == {"a": 1} and len(looks) == 3
+
+
+def test_why_no_server_can_be_used_is_said_when_the_wait_ends(tmp_path, monkeypatch):
+    servers = Servers(tmp_path, "a", vllm_server_timeout=0.3)
+    servers.sync.push(tiny_policy(), 0)
+    servers.list("b")
+
+    def facts():
+        raise ServerCapabilityError("http://b wants a key")
+
+    monkeypatch.setattr(servers.planes["b"], "facts", facts)
+    with pytest.raises(ServerError, match=r"waited 0 s for a student server \(http://b\): http://b wants a key"):
+        servers.sync.push(tiny_policy(), 1)
 
 
 def test_without_a_replacement_the_wait_ends(tmp_path):

@@ -107,12 +107,14 @@ class Members:
             outside = [member for member in self.all if member.facts is None and member.refused is None]
             missing: dict[Member, ServerError] = {}
             for member, found in each(outside, lambda member: look(member.client)).items():
-                if isinstance(found, ServerCapabilityError):
+                if isinstance(found, ServerCapabilityError) and not member.joined:
                     if not self.begun:
                         raise found
                     self.refuse(member, found)
                 elif isinstance(found, ServerError):
                     missing[member] = found
+                    if isinstance(found, ServerCapabilityError):  # another program may have its address for a while
+                        member.retry_at = time.monotonic() + RETRY_S
                 else:
                     begins_by = min(begins_by, time.monotonic() + LATECOMERS_S)
                     self._enter(member, found)
@@ -124,8 +126,8 @@ class Members:
                 return came
             if now >= deadline:
                 urls = ", ".join(member.client.url for member in self.all)
-                why = next(iter(missing.values()), "none can be used")
-                raise ServerError(f"waited {patience_s:.0f} s for a student server ({urls}): {why}")
+                whys = [*missing.values(), *(member.refused for member in self.all if member.refused)]
+                raise ServerError(f"waited {patience_s:.0f} s for a student server ({urls}): {whys[0]}")
             time.sleep(GATHER_EVERY_S)
 
     def _begin_without(self, missing: dict[Member, ServerError]) -> None:
