@@ -75,6 +75,7 @@ class Keeper:
         if self._layers and kept in self._layers[-1]:
             for other in reversed(self._layers.pop()):
                 self._bring(other)
+            self._layer = []  # the last layer's would be held, on the device by now, until the next forward
             for other in self._layers[-1] if self._layers else ():
                 self._bring(other)
         assert kept.tensor is not None, "layers are computed again in another order than the reverse of their forward"
@@ -142,7 +143,10 @@ class _Record(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Gives back what they returned instead of running them."""
+    """Gives back what they returned instead of running them.
+
+    As aliases: autograd writes the recomputation's graph to the tensor it gets, and what is kept would hold all of that.
+    """
 
     def __init__(self, keeper: Keeper, saved: list[Any]) -> None:
         super().__init__()
@@ -154,7 +158,7 @@ class _Replay(TorchDispatchMode):
         if self.next == len(self.saved):
             raise ConfigError(f"save_attention: the recomputation runs {func} once more often than the forward did")
         self.next += 1
-        return tree_map(lambda x: self.keeper.fetch(x) if isinstance(x, Kept) else x, self.saved[self.next - 1])
+        return tree_map(lambda x: self.keeper.fetch(x).detach() if isinstance(x, Kept) else x, self.saved[self.next - 1])
 
 
 def _contexts(keeper: Keeper) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:

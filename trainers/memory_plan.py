@@ -22,7 +22,8 @@ backward compute; `m` the bytes of a master weight (4 or 2), of its gradient, an
   (gate, its activation, up, their product), or of one tile alone. A norm that is no kernel of ours keeps 4 + e bytes for every
   element instead: its input in float32 and the divided input.
 - in hand: of the MLP's backward two more [T, I]; of attention's the gradients of q, k, v and output and cuDNN's float32 sum for
-  the queries, 4 Q; of a norm that is no kernel of ours three float32 copies of its input.
+  the queries, 4 Q, and where query heads share keys, their gradients by query head before they are summed, 2 Q · e (so said by
+  what was measured: with it four runs are met to 1%); of a norm that is no kernel of ours three float32 copies of its input.
 - head: logits of `chunk_terms` tokens in e; its gradient in float32 where there are several chunks, and again in e.
 - context parallel: keys and values of a neighbour twice, float32 sums of output and gradients; Ulysses: a second copy of q, k,
   v and output, by heads; keys and values are repeated until the ranks divide their heads.
@@ -34,7 +35,7 @@ communication buffers and what lies between blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainers.errors import ConfigError
 from trainers.model_shape import ModelShape
@@ -167,7 +168,8 @@ def layer_token_bytes(shape: ModelShape, levers: Levers, *, whole_mlp: bool) -> 
     output = 0 if levers.save_attention else E * query + 4 * shape.heads
     normed = (query + key) if shape.qk_norms else 0
     values = E * (query + 2 * key)  # q and k after the rotation, v
-    if levers.own_kernels:
+    fused = levers.own_kernels and shape.plain_norms
+    if fused:
         # What a norm keeps is its input and 4 bytes a row; the layer's own input is its checkpoint.
         before, between = E * hidden + E * normed, E * hidden
         rows = 8 + (4 * (shape.heads + shape.kv_heads) if normed else 0)
@@ -180,12 +182,13 @@ def layer_token_bytes(shape: ModelShape, levers: Levers, *, whole_mlp: bool) -> 
     attended = before + values + output + rows  # what is left of it when the MLP's part is done
     second_copy = E * (2 * query + 2 * _repeated(shape, levers)) if levers.sp_size > 1 else 0
     ring = E * 4 * key + 8 * query + 8 * key if levers.cp_size > 1 else 0
-    temporaries = 0 if levers.own_kernels else 12
+    temporaries = 0 if fused else 12
     mlp = kept + E * hidden + (2 * E * wide if whole_mlp else E * hidden)
     norm = attended + between + into_mlp + 2 * E * hidden + temporaries * hidden
     if normed and temporaries:
         norm = max(norm, before + rows + output + E * hidden + E * (query + 2 * key) + temporaries * query)
-    gradients = E * hidden + E * query + E * (query + 2 * key) + 4 * query
+    by_heads = 2 * E * query if shape.kv_heads < shape.heads else 0
+    gradients = E * hidden + E * query + E * (query + 2 * key) + 4 * query + by_heads
     return LayerBytes(kept + second_copy, mlp + second_copy, norm + second_copy, attended + gradients + second_copy + ring)
 
 
@@ -222,12 +225,9 @@ def peak(shape: ModelShape, levers: Levers, tokens: int, gpus: int, gpu_bytes: i
     every_checkpoint = 2 * kept if levers.offload else shape.layers * kept
     tile = levers.mlp_tile_tokens
     tiled = tile is not None and tile < own
-    # On an H200 a row with our kernels took no less than one with the model's own norms (31.3 and 30.2 GB at 262,144 tokens),
-    # though a layer keeps less of it: what has the place instead is not known, so that nothing is planned to be saved.
-    as_seen = replace(levers, own_kernels=False)
-    layer = layer_token_bytes(shape, as_seen, whole_mlp=not tiled)
+    layer = layer_token_bytes(shape, levers, whole_mlp=not tiled)
     if not levers.checkpointing:
-        every_checkpoint = shape.layers * own * layer_token_bytes(shape, as_seen, whole_mlp=True).kept
+        every_checkpoint = shape.layers * own * layer_token_bytes(shape, levers, whole_mlp=True).kept
     one_tile = 0
     if tiled and tile is not None:
         one_tile = tile * E * (6 * shape.intermediate + 2 * shape.hidden)

@@ -44,6 +44,7 @@ class ModelShape:
     vocabulary: int
     tied: bool = True  # the head's weight is the embedding's
     qk_norms: bool = False  # queries and keys have norms of their own
+    plain_norms: bool = True  # weight · x / √mean(x²), which `trainers.norm_kernels` computes
     window: int | None = None  # tokens of a sliding window, if any layer has one
     trained_positions: int | None = None
 
@@ -128,6 +129,7 @@ def shape_of(config: dict[str, Any], name: str) -> ModelShape:
         # transformers' own default is true; models that untie say so.
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
         qk_norms=text.get("model_type") in _QK_NORMS,
+        plain_norms=not str(text.get("model_type")).startswith("gemma"),  # theirs scale by 1 + weight
         window=text.get("sliding_window") if slides else None,
         trained_positions=scaling.get(_TRAINED) or text.get("max_position_embeddings"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.live_bytes import LiveBytes
 from tests.support.policies import ONE_RANK, grpo_config
 from tests.support.tiny_model import build_model
 from trainers import attention, checkpointing, tiled_mlp
@@ -111,6 +113,22 @@ def test_a_tile_drops_the_same_elements_in_its_backward():
     torch.testing.assert_close(torch.rand(3), after)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours, torch.autograd.grad(plain.square().sum(), list(layer.mlp.parameters())))
+
+
+def test_nothing_of_a_layer_is_held_when_its_backward_is_done(monkeypatch):
+    """A whole layer's recomputation was: the last layer's saved attention had its graph, and the keeper had that."""
+    trained = policy(offload=True, save_attention=True, mlp_tile_tokens=16)
+    batch = PackedBatch.from_row(probe_row(np.arange(TOKENS) % 50 + 6), ONE_RANK.device)
+    fields = [getattr(batch, name) for name in batch.__dataclass_fields__]
+    mode = LiveBytes([x for x in (*trained.parameters(), *fields) if isinstance(x, torch.Tensor)])
+    buffer = checkpointing.Keeper._buffer
+    monkeypatch.setattr(checkpointing.Keeper, "_buffer", lambda self, tensor: mode.leave_out(buffer(self, tensor)))
+    gc.disable()  # what only the collector finds is held
+    with mode:
+        trained(batch).logprobs.sum().backward()
+        held = mode.now - sum(parameter.grad.nbytes for parameter in trained.parameters())
+    gc.enable()
+    assert held < TOKENS * trained.model.config.hidden_size * 8, "not even a layer's input"
 
 
 def test_an_offloaded_layer_leaves_nothing_on_the_device(monkeypatch):
