@@ -72,6 +72,21 @@ async def test_waiting_for_it_counts_as_progress() -> None:
         assert scorer.pending == 0
 
 
+async def test_the_error_that_its_requests_are_tried_again_for_is_told() -> None:
+    stub = StubTeacher()
+    async with scoring(stub, vllm_server_timeout=60.0) as scorer:
+        stub.faults.append(500)
+        task = asyncio.create_task(scorer.score(group(rollout())))
+        await until(lambda: "last error" in scorer.describe())
+        assert re.search(r"1 sequences wait for teacher `t0`.*\(last error: .*told to answer 500", scorer.describe())
+        await task
+        stub.delay_s = 0.2
+        task = asyncio.create_task(scorer.score(group(rollout())))
+        await until(lambda: "1 sequences wait" in scorer.describe())
+        assert "last error" not in scorer.describe(), "it has answered since"
+        await task
+
+
 async def test_failures_of_a_teacher_are_not_those_of_rollouts() -> None:
     """`max_rollout_failure_frac` is of generation; each teacher has a window of its own."""
     student, math = StubServer(), StubTeacher()

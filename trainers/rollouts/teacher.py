@@ -129,7 +129,8 @@ class Teacher:
                 self._answered()
                 raise
             except Retryable as error:
-                self._last_error, cause, failed_at = str(error), error.cause, time.monotonic()
+                self._last_error = message = str(error)
+                cause, failed_at = error.cause, time.monotonic()
             pause_s = tries.pause()
             if cause in ("connection", "reset"):
                 self._down_since = self._down_since or time.monotonic()
@@ -139,15 +140,15 @@ class Teacher:
                 if self._answered_at < failed_at:
                     tries.forgive(time.monotonic() - began)
                 else:
-                    tries.check(0.0, cause, self._last_error)
+                    tries.check(0.0, cause, message)
             else:
                 self._down_since = None
-                tries.check(pause_s, cause, self._last_error)
+                tries.check(pause_s, cause, message)
                 await asyncio.sleep(pause_s)
             self._on_retry(cause)
 
     def _answered(self) -> None:
-        self._down_since, self._answered_at = None, time.monotonic()
+        self._down_since, self._answered_at, self._last_error = None, time.monotonic(), ""
 
     async def _wait(self, pause_s: float) -> None:
         until = time.monotonic() + pause_s
@@ -168,4 +169,6 @@ class Teacher:
             return None
         oldest_s = time.monotonic() - min(self._waiting.values())
         text = f"{len(self._waiting)} sequences wait for {self.label}, the oldest for {oldest_s:.0f} s"
-        return f"{text}; {self._trouble()}" if self._down_since is not None else text
+        if self._down_since is not None:
+            return f"{text}; {self._trouble()}"
+        return f"{text} (last error: {self._last_error})" if self._last_error else text
