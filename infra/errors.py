@@ -22,7 +22,7 @@ class InfraError(Exception):
 
 
 class PortTaken(InfraError):
-    """A port that was asked for is leased, or something else listens there."""
+    """A port that was asked for is leased, something else listens there, or nothing can."""
 
 
 class NotEnoughGPUs(InfraError):

@@ -10,6 +10,7 @@ server bind beside it, since both set SO_REUSEADDR, and lets nobody in who does 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -87,7 +88,7 @@ class LeaseManager:
         self._thread: threading.Thread | None = None
 
     def lease_port(self, run_id: str | None = None, port: int | None = None, host: str = "127.0.0.1") -> PortLease:
-        """A bound port; `port` asks for that one. PortTaken when it is leased or something listens there."""
+        """A bound port; `port` asks for that one. PortTaken when it is leased or something listens there, or nothing can."""
         candidates = [port] if port is not None else random.sample(PORTS, PORT_TRIES)
         why = ""
         for candidate in candidates:
@@ -99,6 +100,9 @@ class LeaseManager:
                 bound = bind(host, candidate)
             except OSError as error:
                 self.registry.delete_lease(row.id)
+                if error.errno != errno.EADDRINUSE:
+                    remedy = "name an IPv4 address of this machine, and a port above 1023"
+                    raise PortTaken(f"nothing can listen at {host}:{candidate} ({error.strerror}): {remedy}") from error
                 why = f"port {candidate} is in use by a process that is not ours ({error.strerror})"
                 continue
             lease = PortLease(row.id, "port", row.resource, host=host, socket=bound)

@@ -62,6 +62,13 @@ def test_a_leased_port_is_refused_until_it_is_released(registry, manager):
         assert other.lease_port(port=lease.port).port == lease.port
 
 
+@pytest.mark.parametrize("host", ["::1", "192.0.2.1"])
+def test_an_address_at_which_nothing_can_listen_is_not_a_port_in_use(registry, manager, host):
+    with pytest.raises(PortTaken, match=f"nothing can listen at {host}:.*name an IPv4 address of this machine"):
+        manager.lease_port(host=host)
+    assert manager.held() == [] and registry.list_leases("port", manager.owner.host) == []
+
+
 def test_holders_of_two_registries_do_not_share_a_port(tmp_path, manager):
     lease = manager.lease_port()
     with LeaseManager(Registry(tmp_path / "other.db")) as other, pytest.raises(PortTaken, match="not ours"):
