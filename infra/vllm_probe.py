@@ -80,10 +80,11 @@ def probe(url: str, key: str | None = None) -> Capabilities:
     """Ask a server what it can do. ServerUnreachable when it does not answer as vLLM does."""
     try:
         served = request(url, key, "/v1/models").raise_for_status().json()["data"][0]
+        name, longest = str(served["id"]), int(served["max_model_len"])
         version = request(url, key, "/version").raise_for_status().json()["version"]
         paths = _paths(url, key)
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
-        raise ServerUnreachable(f"what answers at {url} is not a vLLM server: {error}") from error
+        raise ServerUnreachable(f"what answers at {url} is not a vLLM server: {error!r}") from error
     config: dict[str, Any] = {}
     if "/server_info" in paths:
         answer = request(url, key, "/server_info", params={"config_format": "json"})
@@ -92,9 +93,9 @@ def probe(url: str, key: str | None = None) -> Capabilities:
     model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
     return Capabilities(
         version=version,
-        model=served.get("root") or served["id"],
-        served_name=served["id"],
-        max_model_len=served["max_model_len"],
+        model=served.get("root") or name,
+        served_name=name,
+        max_model_len=longest,
         generate_endpoint=GENERATE in paths,
         control_plane=SYNC in paths or all(path in paths for path in CONTROL_PATHS),
         keyed=_keyed(url),

@@ -396,6 +396,18 @@ def test_a_server_of_ours_that_answers_without_its_key_is_not_used(port, model, 
             server.stop(grace_s=1.0)
 
 
+class Other(RustLike):
+    """Serves models and is no vLLM: it does not say how long a sequence may be."""
+
+    def answer(self, status: int, body: object) -> None:
+        super().answer(status, {"data": [{"id": "a-model"}], "version": "3"})
+
+
+def test_probing_an_engine_that_is_no_vllm():
+    with listening(Other) as url, pytest.raises(ServerUnreachable, match=r"is not a vLLM server: KeyError\('max_model_len'\)"):
+        probe(url, "key")
+
+
 def test_probing_where_nothing_listens():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
