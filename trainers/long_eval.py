@@ -9,6 +9,7 @@ its share of the sequences, one at a time, without a gradient. A run that was to
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from trainers.batch import PackedBatch
-from trainers.books.sequences import POSITIONS, TOKENS, Books, open_books
+from trainers.books.sequences import POSITIONS, TOKENS, Books, open_books, text_digests
 from trainers.callbacks import MetricSink
 from trainers.config_parts import DatasetConfig
 from trainers.config_sft import BooksConfig, HeldOutBooksConfig, SFTConfig
@@ -35,6 +36,7 @@ from trainers.position_loss import NAME, buckets
 from trainers.position_plot import Bin, bins_of, draw, write_table
 from trainers.types import PackedRow
 
+logger = logging.getLogger(__name__)
 FOLDER = "long_eval"
 _BOOK_EDGES = [0, *(1 << power for power in range(32))]  # a book may be longer than any sequence
 
@@ -57,6 +59,8 @@ class LongEvaluation(TrainerCallback):
         self._books: Books | None = None
         self._first: tuple[int, list[Bin]] | None = None  # of this process, drawn beside the later ones
         self._last = -1  # step of the newest evaluation
+        if self.asked.needle is not None:
+            Haystack(tokenizer, None, config.seed).check(needles(self.asked.needle, config.max_length))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -99,11 +103,25 @@ class LongEvaluation(TrainerCallback):
         try:
             dataset = DatasetConfig.model_validate({"path": asked.path, "split": asked.split})
             self._books = open_books(config, dataset, self._tokenizer, self.config.max_length)
+            if self.ranks.is_main:
+                self._warn_of_trained(config, dataset)
         except LoopwrightError as error:
             failure = error
         self.ranks.agree(failure)
         assert self._books is not None
         return self._books
+
+    def _warn_of_trained(self, books: BooksConfig, held_out: DatasetConfig) -> None:
+        """Say which held-out texts are training texts too, by their content. Of data in files, whose digests are kept."""
+        trained = self.config.dataset
+        if self.config.books is None or not Path(trained.path).expanduser().exists():
+            return
+        ours, theirs = (text_digests(books, dataset) for dataset in (held_out, trained))
+        if same := len(ours & theirs):
+            logger.warning(
+                "long_eval.books: %d of the %d texts of %s are also in the training data, %s: they are not held out, and their "
+                "loss falls with training; take them out of one of the two", same, len(ours), held_out.path, trained.path,
+            )  # fmt: skip
 
     def _loss_by_position(self, asked: HeldOutBooksConfig, folder: Path, step: int) -> dict[str, float]:
         books = self._open(asked)

@@ -66,24 +66,29 @@ class Haystack:
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    def sample(self, needle: Needle) -> Sample:
-        """The sequence; its trained tokens are those of the number.
+    def check(self, asked: list[Needle]) -> None:
+        """Raises `ConfigError`: sentence and question do not fit into the length of one of these, and how long it must be."""
+        taken = {needle: sum(map(len, self._pieces(needle)[1:])) for needle in asked}
+        if short := [needle.length for needle, tokens in taken.items() if needle.length <= tokens]:
+            raise ConfigError(
+                f"long_eval.needle.lengths: {min(short)} tokens have no room for sentence and question, which take up to "
+                f"{max(taken.values())} in this tokenizer: write {max(taken.values()) + 1} or more"
+            )
 
-        Raises:
-            ConfigError: sentence and question do not fit into its length.
-        """
+    def _pieces(self, needle: Needle) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+        """Sentence, question and answer, and what draws the rest."""
         rng = np.random.default_rng([self._seed, needle.length, needle.percent, needle.number])
         place = _PLACES[int(rng.integers(len(_PLACES)))]
         answer = self._ids(f" {rng.integers(1_000_000, 10_000_000)}")
         # The same pieces in both places: the answer has the tokens that were read.
         hidden = np.concatenate([self._ids(_SENTENCE[0].format(place)), answer, self._ids(_SENTENCE[1])])
-        question = self._ids(_QUESTION.format(place))
+        return rng, hidden, self._ids(_QUESTION.format(place)), answer
+
+    def sample(self, needle: Needle) -> Sample:
+        """The sequence; its trained tokens are those of the number. It has room (`check`)."""
+        rng, hidden, question, answer = self._pieces(needle)
         room = needle.length - len(hidden) - len(question) - len(answer)
-        if room < 1:
-            raise ConfigError(
-                f"long_eval.needle.lengths: {needle.length} tokens have no room for sentence and question, which take "
-                f"{needle.length - room} in this tokenizer: write {needle.length - room + 1} or more"
-            )
+        assert room > 0, f"{needle} is {1 - room} tokens too short"
         start = int(rng.integers(len(self._filler)))
         filler = np.resize(np.roll(self._filler, -start), room)
         at = round(needle.percent * room / 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,14 @@ def test_numbers_differ_and_come_again_with_the_seed():
     assert len({tuple(answer) for answer in answers(1)}) == 5
 
 
-def test_a_text_without_room_is_refused():
-    with pytest.raises(ConfigError, match="128 tokens have no room for sentence and question, which take"):
-        Haystack(build_tokenizer(), None, 0).sample(Needle(128, 50, 0))
+def test_a_text_without_room_is_refused_before_training_and_the_length_that_is_said_is_enough(tmp_path):
+    with pytest.raises(ConfigError, match="128 tokens have no room for sentence and question") as refused:
+        evaluation(tmp_path, needle={"lengths": [128, 256]})
+    enough = int(re.search(r"write (\d+) or more", str(refused.value))[1])  # type: ignore[index]
+    for length in range(enough, enough + 20):
+        haystack, asked = Haystack(build_tokenizer(), None, 0), [Needle(length, 50, number) for number in range(5)]
+        haystack.check(asked)
+        assert all(len(haystack.sample(needle).token_ids) == length for needle in asked)
 
 
 def test_two_ranks_find_what_one_does_also_where_they_share_sequences(tmp_path):
@@ -216,6 +222,22 @@ def test_held_out_books_that_are_not_there_are_named(tmp_path):
     callback, _ = evaluation(tmp_path, books={"path": str(tmp_path / "none.jsonl")})
     with pytest.raises(DatasetError, match=r"none\.jsonl"):
         begin(callback)
+
+
+def test_held_out_books_that_are_trained_on_are_said(tmp_path, caplog):
+    """By what is in them: another name, and another folder."""
+    write_held_out(tmp_path, 300)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "b.txt").write_text("another book, which is not held out")
+    callback, _ = evaluation(tmp_path, books={"path": str(tmp_path / "held")})
+    callback.config.dataset.path = str(tmp_path / "trained")
+    begin(callback)
+    assert "also in the training data" not in caplog.text
+    (tmp_path / "trained" / "c.txt").write_bytes((tmp_path / "held" / "a.txt").read_bytes())
+    callback, _ = evaluation(tmp_path, books={"path": str(tmp_path / "held")})
+    callback.config.dataset.path = str(tmp_path / "trained")
+    begin(callback)
+    assert "1 of the 1 texts of" in caplog.text and "also in the training data" in caplog.text
 
 
 # The plot ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.books.cache import Shard, default_folder, open_shards
+from trainers.books.cache import Shard, default_folder, make_plan, open_shards
 from trainers.books.texts import open_texts
 from trainers.config_parts import DatasetConfig
 from trainers.config_sft import BooksConfig
@@ -104,7 +104,7 @@ def open_books(
         DatasetError: a text cannot be read, there is none, or the cache cannot be written.
     """
     texts = open_texts(dataset, books.text_column, given)
-    folder = default_folder() if books.cache_dir is None else Path(books.cache_dir).expanduser()
+    folder = _folder(books)
     shards, content = open_shards(texts, tokenizer, folder, books.workers, say)
     made = Books(shards, content, max_length, texts.source, books.last_sequence == "drop")
     rest = f"{made.left_over} left over at the end are a shorter sequence" if made.left_over else "none is left over"
@@ -115,3 +115,13 @@ def open_books(
         texts.source, made.tokens, made.books, len(made), max_length, rest,
     )  # fmt: skip
     return made
+
+
+def text_digests(books: BooksConfig, dataset: DatasetConfig) -> set[bytes]:
+    """Of every text that is not empty; they are not read again where the cache has their digests."""
+    plan = make_plan(open_texts(dataset, books.text_column), _folder(books))
+    return {digest.tobytes() for digest, size in zip(plan.digests, plan.sizes, strict=True) if size}
+
+
+def _folder(books: BooksConfig) -> Path:
+    return default_folder() if books.cache_dir is None else Path(books.cache_dir).expanduser()
