@@ -83,13 +83,9 @@ def probe(url: str, key: str | None = None) -> Capabilities:
         name, longest = str(served["id"]), int(served["max_model_len"])
         version = request(url, key, "/version").raise_for_status().json()["version"]
         paths = _paths(url, key)
-    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+        config = _config(url, key) if "/server_info" in paths else {}
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ServerUnreachable(f"what answers at {url} is not a vLLM server: {error!r}") from error
-    config: dict[str, Any] = {}
-    if "/server_info" in paths:
-        answer = request(url, key, "/server_info", params={"config_format": "json"})
-        if answer.status_code == 200 and isinstance(found := answer.json().get("vllm_config"), dict):
-            config = found
     model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
     return Capabilities(
         version=version,
@@ -106,6 +102,13 @@ def probe(url: str, key: str | None = None) -> Capabilities:
         device=(config.get("device_config") or {}).get("device"),
         chunked_prefill=scheduler.get("enable_chunked_prefill"),
     )
+
+
+def _config(url: str, key: str | None) -> dict[str, Any]:
+    """What it tells of itself; empty where it does not (Rust)."""
+    answer = request(url, key, "/server_info", params={"config_format": "json"})
+    found = answer.json().get("vllm_config") if answer.status_code == 200 else None
+    return found if isinstance(found, dict) else {}
 
 
 def _paths(url: str, key: str | None) -> set[str]:

@@ -396,15 +396,23 @@ def test_a_server_of_ours_that_answers_without_its_key_is_not_used(port, model, 
             server.stop(grace_s=1.0)
 
 
-class Other(RustLike):
-    """Serves models and is no vLLM: it does not say how long a sequence may be."""
+class WithoutLength(RustLike):
+    """Serves models and is no vLLM."""
 
     def answer(self, status: int, body: object) -> None:
         super().answer(status, {"data": [{"id": "a-model"}], "version": "3"})
 
 
-def test_probing_an_engine_that_is_no_vllm():
-    with listening(Other) as url, pytest.raises(ServerUnreachable, match=r"is not a vLLM server: KeyError\('max_model_len'\)"):
+class ListsAlone(RustLike):
+    def answer(self, status: int, body: object) -> None:
+        super().answer(status, [] if self.path.startswith("/server_info") else body)
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"), [(WithoutLength, r"KeyError\('max_model_len'\)"), (ListsAlone, "AttributeError.*no attribute 'get'")]
+)
+def test_probing_an_engine_that_is_no_vllm(engine, why):
+    with listening(engine) as url, pytest.raises(ServerUnreachable, match=f"is not a vLLM server: {why}"):
         probe(url, "key")
 
 
