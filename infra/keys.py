@@ -59,12 +59,17 @@ def read_keys() -> Keys:
 
 def _make(path: Path) -> None:
     keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    write_once(path, json.dumps(asdict(keys)))
+
+
+def write_once(path: Path, secret: str) -> None:
+    """Write a file that only its owner may read, whole or not at all; one that is there already stays as it is."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(asdict(keys), file)
     try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret)
         os.link(temporary, path)  # unlike rename, it leaves what somebody else made
     except FileExistsError:
         pass
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from infra.errors import InfraError, ServerUnreachable
 from infra.home import home
+from infra.keys import write_once
 from infra.leases import LeaseManager
 from infra.registry import Registry, ServerRow
 from infra.vllm import VLLMServer
@@ -49,17 +50,19 @@ def holding(leases: LeaseManager, name: str) -> Iterator[None]:
 
 
 def key_for(name: str, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(key, where it is) for a server that is about to be started."""
+    """(key, where it is) for a server that is about to be started.
+
+    Raises:
+        InfraError: the file that should hold it is empty.
+    """
     if given := environ.get(KEY_VARIABLE):
         return given, "environment"
     path = _key_file(name)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    except FileExistsError:
-        pass
-    return path.read_text().strip(), "file"
+    write_once(path, secrets.token_urlsafe(32))
+    if key := path.read_text().strip():
+        return key, "file"
+    raise InfraError(f"{path} should hold the key of server {name} and is empty: delete it, and a new one is made")
 
 
 def record(registry: Registry, server: VLLMServer, lease_id: str, where_key: str) -> ServerRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from flows.failures import RunFailed
 from flows.named_servers import address_of, addresses_of
 from flows.servers_cli import servers as servers_command
 from flows.serving_flow import KeptServer, ServeConfig, keep
-from infra.errors import ServerStartFailed, ServerUnreachable
+from infra.errors import InfraError, ServerStartFailed, ServerUnreachable
 from infra.leases import LeaseManager
 from infra.registry import Registry
 from infra.server_names import NameTaken, find, holding, key_for
@@ -41,6 +42,21 @@ def test_one_process_has_a_name(home: Path) -> None:
             pass
         with pytest.raises(NameTaken, match="is no name"), holding(ours, "a/b"):
             pass
+
+
+def test_no_server_starts_with_an_empty_key(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # a file can be made, and nothing written to it
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            key_for("judge")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((home / "keys").iterdir()) == []
+    (home / "keys" / "judge").touch()
+    with pytest.raises(InfraError, match=r"keys/judge should hold the key of server judge and is empty: delete it"):
+        key_for("judge")
 
 
 def test_a_run_finds_address_and_key_by_name(home: Path, monkeypatch: pytest.MonkeyPatch, config: Callable[..., Any]) -> None:
