@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from flows.config import GRPORunConfig, SFTRunConfig
 from flows.config_file import ConfigErrors, describe
 from flows.recipe_config import RecipeConfig
 from flows.recipe_plan import LATER, Plan, load_recipe, located
 from flows.recipe_runs import preflight_stages
+from tests.support.tiny_model import build_tiny_model
 
 REWARD = "trainers.rewards:exact_match_reward"
 
@@ -199,3 +201,23 @@ def test_models_that_are_not_there_are_named_by_the_recipes_own_fields(tmp_path:
         "domains.add.specialist: there is no folder /nowhere/add",
         "domains.order.specialist: there is no folder /nowhere/order",
     ]
+
+
+def test_a_specialist_with_another_vocabulary_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1", "answer": "2", "completion": "2"}) + "\n")
+    build_tiny_model(tmp_path / "base")
+    build_tiny_model(tmp_path / "alike", seed=1)
+    other = build_tiny_model(tmp_path / "other", seed=2)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(other)
+    data = {"dataset": {"path": str(rows)}}
+    domains = {name: domain(**data, specialist=str(tmp_path / name), eval=data) for name in ("alike", "other")}
+    fields: dict[str, Any] = {"model": str(tmp_path / "base"), "sft": {**data, "max_steps": 5}, "domains": domains}
+    student = {"servers": {"student": {"max_model_len": 64}}}
+    with pytest.raises(ConfigErrors) as told:
+        preflight_stages(plan(**fields, merge=student))
+    (line,) = told.value.lines
+    assert line.startswith(f"domains.other.specialist: {other} has another vocabulary than {tmp_path / 'base'}: 1 of ")
+    assert "'<think>'" in line

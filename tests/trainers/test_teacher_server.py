@@ -16,8 +16,8 @@ from trainers.errors import ServerCapabilityError
 from trainers.metrics import MetricBag
 from trainers.rollouts.reconcile import reconcile
 from trainers.rollouts.teachers import TeacherScorer
-from trainers.rollouts.vocabulary import local_tokenizer
 from trainers.types import Prompt, Rollout, TurnRecord, VersionSpan
+from trainers.vocabulary import local_tokenizer
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

@@ -31,8 +31,8 @@ from trainers.rollouts.scoring import Scorer
 from trainers.rollouts.side_calls import SideCalls
 from trainers.rollouts.teachers import TeacherScorer
 from trainers.rollouts.tools import Toolbox, make_tool
-from trainers.rollouts.vocabulary import local_tokenizer
 from trainers.streams import Stream
+from trainers.vocabulary import local_tokenizer
 
 _FORK_THRESHOLD_TOKENS = 1024  # where the config does not say; only a `loop_cls` then makes turns that could differ
 

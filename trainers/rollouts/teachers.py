@@ -29,10 +29,10 @@ from trainers.rollouts.reconcile import TokenSequence
 from trainers.rollouts.teacher import Teacher
 from trainers.rollouts.teacher_client import TeacherNeeds
 from trainers.rollouts.tries import within
-from trainers.rollouts.vocabulary import difference, served_difference, vocabulary_of
 from trainers.roster import plain_url
 from trainers.routing import teacher_of
 from trainers.types import Rollout, RolloutGroup, TeacherScores
+from trainers.vocabulary import difference, served_difference, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
