@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,8 +274,12 @@ def test_an_interrupted_flow_stops_its_trainer_and_closes_the_attempt(job: Make)
         next(interrupts, lambda: None)()
 
     made.on_progress = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        train_to_the_end(made)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_to_the_end(made)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert attempts(made) == [("KILLED", None, "stopped by Ctrl-C")]
     assert made.registry.list_leases("process") == []
 
