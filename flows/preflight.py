@@ -5,6 +5,7 @@ Needs no torch. The user's functions are imported here, because an import error 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import shutil
@@ -20,6 +21,7 @@ from trainers.config_parts import CallableSpec, DatasetConfig
 from trainers.errors import ConfigError, LoopwrightError
 from trainers.references import resolve
 from trainers.training_arguments import missing_logger
+from trainers.vocabulary import Vocabulary, difference, local_tokenizer, vocabulary_of
 
 LEAST_FREE_BYTES = 64 << 20  # less than that holds no checkpoint of anything, and logs besides
 
@@ -63,7 +65,7 @@ def preflight(config: RunConfig) -> None:
         lines.extend(check_conversations(config))
         lines.extend(check_student(config))
     if isinstance(config, DistillationRunConfig):
-        lines.extend(check_teachers(config, check_model))
+        lines.extend(check_teachers(config, teacher_check(config.model)))
     lines.extend(check_gpus(config))
     lines.extend(filter(None, map(missing_logger, config.report_to)))
     if lines:
@@ -101,6 +103,37 @@ def check_model(model: str, field: str = "model") -> Iterator[str]:
         hf_hub_download(model, "config.json")
     except Exception as error:  # offline, unknown, gated: the hub client has many
         yield f"{field}: {model} is neither a folder here nor a model on the Hub that can be reached ({_first_line(error)})"
+
+
+def teacher_check(student: str) -> Callable[[str, str], Iterator[str]]:
+    """As `check_model`, of a teacher that is to be started: it also reads token ids as `student`, a model of a config, does.
+
+    Where the files of either are not on this machine, or its tokenizer needs code of its own, the trainer asks the server.
+    """
+
+    @functools.cache
+    def vocabulary(model: str) -> Vocabulary | None:
+        try:
+            folder = Path(resolve_model(model)).expanduser()
+        except ConfigError:
+            return None  # which `check_model` says
+        tokenizer = local_tokenizer(str(folder), trust_remote_code=False)
+        return None if tokenizer is None else vocabulary_of(tokenizer)
+
+    def check(model: str, field: str) -> Iterator[str]:
+        problems = list(check_model(model, field))
+        yield from problems
+        if problems or model == resolve(student):
+            return
+        theirs = vocabulary(model)
+        ours = None if theirs is None else vocabulary(resolve(student))
+        if ours is not None and theirs is not None and (found := difference(ours, theirs)) is not None:
+            yield (
+                f"{field}: {model} has another vocabulary than {student}: {found} (the model's first). The student would be "
+                "taught other tokens than it sampled: name one with the model's tokenizer"
+            )
+
+    return check
 
 
 def check_recorded(config: SFTRunConfig) -> Iterator[str]:

@@ -29,7 +29,7 @@ def check_teachers(config: DistillationRunConfig, check_model: Callable[[str, st
     """Each is up and able, or there is what it takes to start it.
 
     Args:
-        check_model: problems with a model, and how to call its field.
+        check_model: problems with a teacher's model, and how to call its field.
     """
     from flows.teacher import needs
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from flows.config import RunConfig
 from flows.config_file import ConfigErrors, leaves
-from flows.convert import resolve_model
-from flows.preflight import check_dataset, check_gpus, check_model, load_reward, preflight
+from flows.preflight import check_dataset, check_gpus, check_model, load_reward, preflight, teacher_check
 from flows.preflight_servers import check_student, check_teachers
 from flows.recipe_config import MERGED, SFT, RecipeConfig
 from flows.recipe_data import JOINED, joined_from
@@ -17,7 +16,6 @@ from infra.home import home
 from infra.reaper import owner_alive
 from infra.registry import Registry, RunRow
 from trainers.references import resolve
-from trainers.vocabulary import difference, local_tokenizer, vocabulary_of
 
 FLOW = "specialise-and-merge"
 
@@ -111,6 +109,7 @@ def preflight_stages(plan: Plan) -> None:
         ConfigErrors: with one line per problem.
     """
     config, lines = plan.config, []
+    check_teacher = teacher_check(config.model)
     if config.sft is not None:
         lines += _problems(plan.sft(), "sft")
     elif not plan.trained:  # no stage before the merging begins from it
@@ -119,7 +118,7 @@ def preflight_stages(plan: Plan) -> None:
         if domain.specialist is None:
             lines += _problems(plan.specialist(name, config.model), f"domains.{name}")
         else:
-            lines += [f"domains.{name}.{line}" for line in _problems_of_specialist(config.model, domain.specialist)]
+            lines += [f"domains.{name}.{line}" for line in check_teacher(resolve(domain.specialist), "specialist")]
             lines += [f"domains.{name}.{line}" for line in check_dataset("dataset", domain.dataset, {})]
         if domain.eval is not None:
             spec = domain.eval.reward_func or domain.reward_funcs[0]
@@ -140,21 +139,6 @@ def _problems(config: RunConfig, where: str) -> list[str]:
     except ConfigErrors as error:
         return [f"{where}: {line}" for line in error.lines]
     return []
-
-
-def _problems_of_specialist(base: str, specialist: str) -> list[str]:
-    """It is not there, or reads other tokens than the student: with no files of one of both here, its server is asked later."""
-    lines = list(check_model(resolve(specialist), "specialist"))
-    if lines or list(check_model(resolve(base))):
-        return lines
-    ours, theirs = (local_tokenizer(resolve_model(resolve(model)), trust_remote_code=False) for model in (base, specialist))
-    student, teacher = (None if tokenizer is None else vocabulary_of(tokenizer) for tokenizer in (ours, theirs))
-    if student is None or teacher is None or (found := difference(student, teacher)) is None:
-        return []
-    return [
-        f"specialist: {specialist} has another vocabulary than {base}: {found} (the model's first). The student would be "
-        "taught other tokens than it sampled: name a specialist with the model's tokenizer"
-    ]
 
 
 def _problems_of_merge(plan: Plan) -> list[str]:

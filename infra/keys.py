@@ -47,8 +47,7 @@ def read_keys() -> Keys:
         InfraError: the file may be read by others, or is damaged.
     """
     path = keys_file()
-    if not path.exists():
-        _make(path)
+    write_once(path, json.dumps(asdict(Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32)))))
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise InfraError(f"{path} may be read by others: `chmod 600 {path}`, and delete it if somebody has seen the keys")
     try:
@@ -57,13 +56,10 @@ def read_keys() -> Keys:
         raise InfraError(f"{path} holds no keys ({error}): delete it, and new ones are made") from None
 
 
-def _make(path: Path) -> None:
-    keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
-    write_once(path, json.dumps(asdict(keys)))
-
-
 def write_once(path: Path, secret: str) -> None:
     """Write a file that only its owner may read, whole or not at all; one that is there already stays as it is."""
+    if path.exists():
+        return
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

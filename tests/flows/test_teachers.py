@@ -26,6 +26,7 @@ from infra.leases import LeaseManager
 from infra.registry import Registry
 from infra.vllm import ServerSpec
 from tests.flows.fake_places import FakePlace
+from tests.support.tiny_model import build_tokenizer
 
 Make = Callable[..., DistillationRunConfig]
 URL = "http://127.0.0.1:7"
@@ -121,6 +122,18 @@ def test_what_is_wrong_is_said_before_anything_starts(
     with pytest.raises(ConfigErrors) as caught:
         preflight(config(**fields))
     assert any(message in line for line in caught.value.lines), caught.value.lines
+
+
+def test_a_started_teacher_reads_the_student_s_tokens(home: Path, config: Make, tmp_path: Path) -> None:
+    made = config()
+    for name in ("model", "math", "code"):
+        tokenizer = build_tokenizer()
+        tokenizer.add_tokens(["<think>"] if name == "code" else [])
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(ConfigErrors) as caught:
+        preflight(made)
+    (line,) = caught.value.lines
+    assert line.startswith(f"servers.teachers.code.model: {tmp_path / 'code'} has another vocabulary than {made.model}: 1 of ")
 
 
 def test_a_teacher_given_by_url_that_does_not_answer(home: Path, config: Make, unused_port: int) -> None:
